@@ -1,0 +1,366 @@
+"""The call objects: what a control is given at each level, and what it may hand on.
+
+All of them are frozen.  A control changes a call with `call.replace(...)` and never writes into a tensor it was given.
+Every field but the tensors has a default, so an `AttentionCall` can be made by hand from three tensors and a control can be
+tested without a model.
+
+Shapes: b rows of the batch, h heads, n queries, m keys, d channels of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+__all__ = [
+    "AttentionCall",
+    "Attend",
+    "Bias",
+    "DenoiseCall",
+    "Denoise",
+    "MissingRows",
+    "Prediction",
+    "Rows",
+    "Segment",
+    "Site",
+    "Step",
+    "StepCall",
+    "StepFunction",
+    "Tokens",
+    "Window",
+    "in_window",
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------- sites
+
+
+@dataclass(frozen=True)
+class Site:
+    """One softmax-attention layer of a denoiser.
+
+    `name` is the module path, `kind` one of self, cross, joint, temporal, added, refiner, ip; `place` is down, mid, up, double, single
+    or block; `block` counts within the place, `index` over the whole denoiser in order of execution.  `scale` is how many
+    times coarser than the latent its image tokens lie, along height and width (1 for the full latent, 2 for half of it ...).
+    """
+
+    name: str = ""
+    kind: str = "self"
+    place: str = "block"
+    block: int = 0
+    index: int = 0
+    heads: int = 0
+    head_dim: int = 0
+    scale: int = 1
+    denoiser: str = "unet"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}, {self.place} {self.block}, {self.heads} heads, latent/{self.scale})"
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+class MissingRows(ValueError):
+    """A control needs rows that are not in this call of the denoiser."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What each row of the batch is: its branch, prompt, image and variant.
+
+    `branch` is "cond", "uncond" or a family's own name; `prompt` and `image` are indices; `variant` is "" for the pipeline's own rows, else the
+    tag of the control that added the row; `origin` is the row of the pipeline it copies.  Where attention sees several batch entries per row
+    (video frames folded into the batch), `fold` is their number, row-major.
+    """
+
+    branch: tuple[str, ...]
+    prompt: tuple[int, ...]
+    image: tuple[int, ...]
+    variant: tuple[str, ...]
+    origin: tuple[int, ...]
+    fold: int = 1
+
+    @classmethod
+    def plain(cls, count: int) -> Rows:
+        """`count` conditional rows, each its own prompt."""
+        return cls.grid(("cond",), count, 1)
+
+    @classmethod
+    def grid(cls, branches: Sequence[str], prompts: int, images: int) -> Rows:
+        """Rows in diffusers' order: branch by branch, prompt by prompt, the images of a prompt next to each other."""
+        table = [(b, p, i) for b in branches for p in range(prompts) for i in range(images)]
+        return cls(
+            branch=tuple(b for b, _, _ in table),
+            prompt=tuple(p for _, p, _ in table),
+            image=tuple(i for _, _, i in table),
+            variant=("",) * len(table),
+            origin=tuple(range(len(table))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.branch)
+
+    def table(self) -> list[tuple[str, int, int, str]]:
+        """(branch, prompt, image, variant) of each row."""
+        return list(zip(self.branch, self.prompt, self.image, self.variant, strict=True))
+
+    def where(self, **columns: Any) -> Int[Tensor, "rows"]:
+        """Batch indices whose columns have the values given, e.g. `rows.where(branch="cond")`."""
+        return _where(self, tuple(sorted(columns.items())))
+
+    def partner(self, **columns: Any) -> Int[Tensor, "b"]:
+        """For every batch entry, the entry equal to it in all columns but those given, e.g. `rows.partner(prompt=0)`.
+
+        Raises MissingRows when one is not in this call.
+        """
+        return _partner(self, tuple(sorted(columns.items())))
+
+    def take(self, index: Sequence[int]) -> Rows:
+        """The table of the rows at `index` (rows of the table, not folded batch entries)."""
+        pick = lambda column: tuple(column[i] for i in index)  # noqa: E731
+        return Rows(
+            pick(self.branch), pick(self.prompt), pick(self.image), pick(self.variant), pick(self.origin), self.fold
+        )
+
+
+def _unfold(rows: Sequence[int], fold: int) -> Tensor:
+    index = torch.tensor(rows, dtype=torch.long)
+    return index if fold == 1 else (index[:, None] * fold + torch.arange(fold)).flatten()
+
+
+@lru_cache(maxsize=256)
+def _where(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
+    match = [i for i in range(len(rows)) if all(getattr(rows, name)[i] == value for name, value in columns)]
+    return _unfold(match, rows.fold)
+
+
+@lru_cache(maxsize=256)
+def _partner(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
+    names = ("branch", "prompt", "image", "variant")
+    at = {entry: i for i, entry in enumerate(rows.table())}
+    found = []
+    for entry in rows.table():
+        wanted = tuple(dict(zip(names, entry, strict=True), **dict(columns)).values())
+        if wanted not in at:
+            raise MissingRows(
+                f"row {dict(zip(names, entry, strict=True))} needs the row {dict(zip(names, wanted, strict=True))} in the same call of the "
+                f"denoiser, which has {rows.table()}; hand inward the partners too, or run source and target in one batch"
+            )
+        found.append(at[wanted])
+    return _unfold(found, rows.fold)
+
+
+# --------------------------------------------------------------------------------------------------------------- tokens
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A named slice of tokens: text, image, reference:<i>, register, ...  `grid` is (height, width) or (frames, height, width)."""
+
+    name: str
+    start: int
+    length: int
+    grid: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The segments of the queries, or of the keys, of one call."""
+
+    segments: tuple[Segment, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return any(segment.name == name for segment in self.segments)
+
+    def __getitem__(self, name: str) -> Segment:
+        for segment in self.segments:
+            if segment.name == name:
+                return segment
+        raise KeyError(f"no segment {name!r} here; there are {[segment.name for segment in self.segments]}")
+
+    def get(self, x: Float[Tensor, "b h n d"], name: str) -> Float[Tensor, "b h s d"]:
+        """The tokens of segment `name`, a view."""
+        segment = self[name]
+        return x.narrow(2, segment.start, segment.length)
+
+    def put(self, x: Float[Tensor, "b h n d"], name: str, value: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h n d"]:
+        """A copy of `x` whose tokens of segment `name` are `value`."""
+        segment = self[name]
+        stop = segment.start + segment.length
+        return torch.cat((x[:, :, : segment.start], value, x[:, :, stop:]), dim=2)
+
+
+# ----------------------------------------------------------------------------------------------------------------- time
+
+
+Window = tuple[float, float] | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the sampling loop is.
+
+    `index` counts calls of `scheduler.step` since `set_timesteps`, which is the loop's own counter; `total` is the number of iterations this run
+    makes (n+1 for PNDM, fewer with strength); `call` counts the denoiser's calls since the last scheduler step.
+    """
+
+    index: int = 0
+    total: int = 1
+    call: int = 0
+    timestep: float = 0.0
+
+
+def in_window(step: Step, window: Window) -> bool:
+    """Whether `step` lies in the half-open window: fractions of the run when a bound is a float, step indices when both are ints."""
+    start, stop = window
+    if isinstance(start, int) and isinstance(stop, int):
+        return start <= step.index < stop
+    return int(start * step.total) <= step.index < int(stop * step.total)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@dataclass(frozen=True)
+class Bias:
+    """An additive low-rank bias: logits += left @ right^T, after the scale and before the softmax.  `left` None stands for ones (a key bias)."""
+
+    left: Float[Tensor, "#b #h n r"] | None
+    right: Float[Tensor, "#b #h m r"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One softmax-attention operation: after projections, q/k norms and RoPE, before the output projection.
+
+    `scale` None stands for 1/sqrt(d).  `part` numbers the operations of one module (an image adapter issues several).  A call with `probe=True`
+    carries an indicator as value: the chain must stay linear in it, and nobody counts, stores or reuses it.
+    """
+
+    query: Float[Tensor, "b h n d"]
+    key: Float[Tensor, "b h m d"]
+    value: Float[Tensor, "b h m c"]
+    mask: Bool[Tensor, "#b #h #n m"] | Float[Tensor, "#b #h #n m"] | None = None
+    bias: tuple[Bias, ...] = ()
+    scale: float | None = None
+    causal: bool = False
+    probe: bool = False
+    kind: str = "self"
+    part: int = 0
+    site: Site = field(default_factory=Site)
+    rows: Rows | None = None
+    query_tokens: Tokens = field(default_factory=Tokens)
+    key_tokens: Tokens = field(default_factory=Tokens)
+    latent: tuple[int, ...] | None = None
+    step: Step = field(default_factory=Step)
+
+    def replace(self, **changes: Any) -> AttentionCall:
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def table(self) -> Rows:
+        """The row table; every row its own conditional prompt where none was given."""
+        return Rows.plain(self.query.shape[0]) if self.rows is None else self.rows
+
+    @property
+    def grid(self) -> tuple[int, ...] | None:
+        """(height, width) or (frames, height, width) of the queries' image tokens, where known."""
+        for segment in self.query_tokens.segments:
+            if segment.name == "image":
+                return segment.grid
+        return None
+
+    def take(self, rows: Sequence[int]) -> AttentionCall:
+        """The call for these rows of the table only."""
+        table = self.table
+        index = _unfold(rows, table.fold).to(self.query.device)
+        pick = lambda x: x if x is None or x.shape[0] == 1 else x[index]  # noqa: E731
+        return self.replace(
+            query=self.query[index],
+            key=self.key[index],
+            value=self.value[index],
+            mask=pick(self.mask),
+            bias=tuple(Bias(pick(bias.left), pick(bias.right)) for bias in self.bias),
+            rows=table.take(rows),
+        )
+
+    def forbid(self, mask: Bool[Tensor, "#b #h #n m"]) -> AttentionCall:
+        """The call with these (query, key) pairs closed, on top of the mask that is there (True = forbidden here)."""
+        if self.mask is None:
+            return self.replace(mask=~mask)
+        if self.mask.dtype == torch.bool:
+            return self.replace(mask=self.mask & ~mask)
+        return self.replace(mask=self.mask.masked_fill(mask, float("-inf")))
+
+
+class Attend(Protocol):
+    """The rest of the chain at one site."""
+
+    def __call__(self, call: AttentionCall, /) -> Float[Tensor, "b h n c"]: ...
+
+
+# ------------------------------------------------------------------------------------------------- denoiser and scheduler
+
+
+@dataclass(frozen=True)
+class DenoiseCall:
+    """One call of the denoiser.
+
+    `latents` has one row per image, as `scheduler.step` will get them: unscaled, without channels or reference tokens the pipeline appends.
+    `inputs` holds every argument of `forward` by name, as the pipeline gave it.  `denoiser` is the name of the pipeline's component.
+    """
+
+    latents: Float[Tensor, "images ..."]
+    inputs: Mapping[str, Any]
+    rows: Rows
+    step: Step
+    denoiser: str = "unet"
+
+    def replace(self, **changes: Any) -> DenoiseCall:
+        """A copy with these fields changed.  New `latents` are scaled, repeated over branches and put into the model's input by the engine."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the denoiser returned, one row per row of the call."""
+
+    value: Float[Tensor, "rows ..."]
+
+    def replace(self, **changes: Any) -> Prediction:
+        return dataclasses.replace(self, **changes)
+
+
+Denoise = Callable[[DenoiseCall], Prediction]
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One `scheduler.step`: the guided prediction and the latents before it, one row per image.
+
+    `rows` has one row per image (prompt and image columns); `grid` is the image's token grid for latents that are packed into tokens
+    (batch, tokens, channels), else the latent's own height and width (or frames, height, width).
+    """
+
+    prediction: Float[Tensor, "images ..."]
+    sample: Float[Tensor, "images ..."]
+    rows: Rows
+    step: Step
+    grid: tuple[int, ...] | None = None
+    packed: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def replace(self, **changes: Any) -> StepCall:
+        return dataclasses.replace(self, **changes)
+
+
+StepFunction = Callable[[StepCall], Tensor]

@@ -1,0 +1,309 @@
+"""Model families as data: where their attention layers are, how tokens and rows are ordered, what they cannot do.
+
+One `Family` per row; controls never ask what model they run on.  A model that is in no row is described by inspection (`unknown`), and `attach`
+says what was assumed.  Names are those of diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .call import Segment, Site, Tokens
+
+__all__ = ["FAMILIES", "Family", "Geometry", "family_of", "find_sites", "site_tokens", "unknown"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of one denoiser call: the latent's own (frames, height, width or height, width), the image's token grid (None for UNets, whose
+    sites differ), the text length, and the grids of reference images that follow the image tokens."""
+
+    latent: tuple[int, ...]
+    grid: tuple[int, ...] | None = None
+    text: int | None = None
+    references: tuple[tuple[int, ...], ...] = ()
+
+
+Measure = Callable[[Mapping[str, Any], Any], Geometry]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    sites: (pattern of the module name, kind, place) of each attention layer, the pattern's group being the block number
+    order: segments of a joint sequence, in order
+    branches: rows of a batched classifier-free guidance call, in order; calls: branches of separate calls, in order
+    measure: (inputs of forward, model) -> Geometry
+    joint: the default of methods that know two forms of joint attention
+    refused: why no control can be attached; lacks: needs of controls that cannot be met
+    """
+
+    name: str
+    models: tuple[str, ...]
+    sites: tuple[tuple[str, str, str], ...]
+    measure: Measure
+    order: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ("uncond", "cond")
+    calls: tuple[str, ...] = ()
+    latent_input: str = "hidden_states"
+    packed: bool = False
+    joint: str = "exact"
+    refused: str = ""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+
+
+def _text_length(inputs: Mapping[str, Any]) -> int | None:
+    text = inputs.get("encoder_hidden_states")
+    if isinstance(text, (tuple, list)):
+        text = text[0]
+    return text.shape[1] if isinstance(text, torch.Tensor) and text.ndim == 3 else None
+
+
+def _unet(inputs: Mapping[str, Any], model: Any) -> Geometry:
+    return Geometry(latent=tuple(inputs["sample"].shape[2:]), text=_text_length(inputs))
+
+
+def _patched(inputs: Mapping[str, Any], model: Any) -> Geometry:
+    latent = tuple(inputs["hidden_states"].shape[2:])
+    patch = model.config.patch_size
+    patches = tuple(patch) if isinstance(patch, Sequence) else (patch,) * len(latent)
+    grid = tuple(size // p for size, p in zip(latent, patches, strict=True))
+    return Geometry(latent=latent, grid=grid, text=_text_length(inputs))
+
+
+def _flux(inputs: Mapping[str, Any], model: Any) -> Geometry:
+    """FLUX position ids (tokens, 3): axis 0 is 0 for the image and 1, 2, ... for reference images."""
+    ids = inputs["img_ids"]
+    ids = ids[0] if ids.ndim == 3 else ids
+    ids = ids.detach().float().cpu()
+    grids = []
+    for image in ids[:, 0].unique(sorted=True).tolist():
+        own = ids[ids[:, 0] == image]
+        spans = own[:, 1:].amax(0) - own[:, 1:].amin(0) + 1
+        grids.append((int(spans[0]), int(spans[1])))
+    height, width = grids[0]
+    return Geometry(
+        latent=(2 * height, 2 * width), grid=grids[0], text=_text_length(inputs), references=tuple(grids[1:])
+    )
+
+
+def _qwen(inputs: Mapping[str, Any], model: Any) -> Geometry:
+    shapes = inputs["img_shapes"][0]
+    shapes = [shapes] if isinstance(shapes[0], int) else shapes
+    grids = [(h, w) if f == 1 else (f, h, w) for f, h, w in shapes]
+    *frames, height, width = grids[0]
+    return Geometry(
+        latent=(*frames, 2 * height, 2 * width), grid=grids[0], text=_text_length(inputs), references=tuple(grids[1:])
+    )
+
+
+_UNET_SITES = tuple(
+    (rf"{block}.*\.{attn}", kind, place)
+    for place, block in (("down", r"down_blocks\.(\d+)\."), ("mid", r"mid_block()\."), ("up", r"up_blocks\.(\d+)\."))
+    for attn, kind in (("attn1", "self"), ("attn2", "cross"))
+) + (
+    (r"down_blocks\.(\d+)\.attentions\.\d+", "added", "down"),
+    (r"mid_block()\.attentions\.\d+", "added", "mid"),
+    (r"up_blocks\.(\d+)\.attentions\.\d+", "added", "up"),
+)
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="sd",
+        models=("UNet2DConditionModel",),
+        sites=_UNET_SITES,
+        measure=_unet,
+        latent_input="sample",
+    ),
+    Family(
+        name="flux",
+        models=("FluxTransformer2DModel",),
+        sites=(
+            (r"transformer_blocks\.(\d+)\.attn", "joint", "double"),
+            (r"single_transformer_blocks\.(\d+)\.attn", "joint", "single"),
+        ),
+        measure=_flux,
+        order=("text", "image", "references"),
+        calls=("cond", "uncond"),
+        packed=True,
+    ),
+    Family(
+        name="sd3",
+        models=("SD3Transformer2DModel",),
+        sites=(
+            (r"transformer_blocks\.(\d+)\.attn", "joint", "double"),
+            (r"transformer_blocks\.(\d+)\.attn2", "self", "double"),
+        ),
+        measure=_patched,
+        order=("image", "text"),
+        joint="image_qk",
+        lacks={"rope": "its positions are added to the hidden states"},
+    ),
+    Family(
+        name="pixart",
+        models=("PixArtTransformer2DModel",),
+        sites=(
+            (r"transformer_blocks\.(\d+)\.attn1", "self", "block"),
+            (r"transformer_blocks\.(\d+)\.attn2", "cross", "block"),
+        ),
+        measure=_patched,
+        lacks={"rope": "its positions are added to the hidden states"},
+    ),
+    Family(
+        name="qwen",
+        models=("QwenImageTransformer2DModel",),
+        sites=((r"transformer_blocks\.(\d+)\.attn", "joint", "double"),),
+        measure=_qwen,
+        order=("text", "image", "references"),
+        calls=("cond", "uncond"),
+        packed=True,
+    ),
+    Family(
+        name="wan",
+        models=("WanTransformer3DModel",),
+        sites=((r"blocks\.(\d+)\.attn1", "self", "block"), (r"blocks\.(\d+)\.attn2", "cross", "block")),
+        measure=_patched,
+        calls=("cond", "uncond"),
+    ),
+    Family(
+        name="mochi",
+        models=("MochiTransformer3DModel",),
+        sites=((r"transformer_blocks\.(\d+)\.attn1", "joint", "double"),),
+        measure=_patched,
+        refused="it runs one attention operation per batch row, each with its own text length, so rows never meet in one call",
+    ),
+)
+
+
+def _generic(inputs: Mapping[str, Any], model: Any) -> Geometry:
+    for name in ("sample", "hidden_states", "x"):
+        if isinstance(inputs.get(name), torch.Tensor):
+            return Geometry(latent=tuple(inputs[name].shape[2:]), text=_text_length(inputs))
+    raise ValueError(f"cannot find the latents among the inputs {sorted(inputs)} of {type(model).__name__}")
+
+
+def unknown(model: torch.nn.Module) -> Family:
+    """A family by inspection: self and cross sites; joint ones are found but their segments are not known."""
+    latent_input = "sample" if hasattr(model, "down_blocks") else "hidden_states"
+    return Family(
+        name=f"unknown ({type(model).__name__})",
+        models=(type(model).__name__,),
+        sites=(),
+        measure=_generic,
+        latent_input=latent_input,
+        assumed=(
+            "sites are the modules with a `processor`; kinds from their projections",
+            "a batched guidance call holds the uncond rows first",
+            f"latents are the input {latent_input!r}",
+            "the order of text and image in joint attention is unknown: controls that need segments are refused",
+        ),
+        lacks={"segments": "the order of its tokens is not in the table", "rope": "its rotary embedding is not in the table"},
+    )
+
+
+def family_of(model: torch.nn.Module) -> Family:
+    """The table's row for this denoiser, by class name (subclasses included), else `unknown`."""
+    names = {cls.__name__ for cls in type(model).__mro__}
+    for family in FAMILIES:
+        if names.intersection(family.models):
+            return family
+    return unknown(model)
+
+
+def find_sites(model: torch.nn.Module, family: Family, denoiser: str) -> list[tuple[torch.nn.Module, Site]]:
+    """Every softmax-attention layer of the denoiser with its module, in order of execution."""
+    found = []
+    for name, module in model.named_modules():
+        place = _place(name, module, family) if hasattr(module, "processor") else None
+        if place is None:
+            continue
+        kind, where, block = place
+        heads = int(getattr(module, "heads", 0))
+        inner = getattr(module, "inner_dim", None) or getattr(getattr(module, "to_q", None), "out_features", 0)
+        found.append((where, block, module, Site(
+            name=name, kind=kind, place=where, block=block, heads=heads, head_dim=inner // heads if heads else 0,
+            scale=_scale(where, block, model, family), denoiser=denoiser,
+        )))
+    rank = {"down": 0, "mid": 1, "up": 2}
+    found.sort(key=lambda entry: rank.get(entry[0], 0))  # stable: named_modules lists up_blocks before mid_block
+    return [(module, dataclasses.replace(site, index=i)) for i, (_, _, module, site) in enumerate(found)]
+
+
+def _place(name: str, module: torch.nn.Module, family: Family) -> tuple[str, str, int] | None:
+    for pattern, kind, place in family.sites:
+        match = re.fullmatch(pattern, name)
+        if match:
+            if kind == "cross" and getattr(module, "is_cross_attention", True) is False:
+                kind = "self"
+            return kind, place, int(match[1] or 0)
+    if family.sites:
+        return None
+    number = re.search(r"\.(\d+)\.", f".{name}.")
+    place = next((p for p in ("down", "mid", "up") if name.startswith(f"{p}_block")), "block")
+    if getattr(module, "added_kv_proj_dim", None) is not None:
+        kind = "joint"
+    else:
+        q, k = getattr(module, "to_q", None), getattr(module, "to_k", None)
+        crosses = getattr(module, "is_cross_attention", None)
+        if crosses is None:
+            crosses = q is not None and k is not None and q.in_features != k.in_features
+        kind = "cross" if crosses else "self"
+    return kind, place, int(number[1]) if number else 0
+
+
+def _scale(place: str, block: int, model: torch.nn.Module, family: Family) -> int:
+    if hasattr(model, "down_blocks"):
+        deepest = len(model.down_blocks) - 1
+        return 2 ** {"down": block, "mid": deepest, "up": deepest - block}.get(place, 0)
+    patch = getattr(getattr(model, "config", None), "patch_size", 1)
+    if family.packed:
+        return 2
+    return int(patch[-1] if isinstance(patch, Sequence) else patch or 1)
+
+
+def _coarser(size: int, scale: int) -> int:
+    while scale > 1:
+        size, scale = -(-size // 2), scale // 2
+    return size
+
+
+def site_tokens(site: Site, family: Family, geometry: Geometry) -> tuple[Tokens, Tokens]:
+    """Segments of the queries and of the keys at this site for sizes `geometry`."""
+    grid = geometry.grid or tuple(_coarser(size, site.scale) for size in geometry.latent)
+    length = 1
+    for size in grid:
+        length *= size
+    image = [("image", length, grid)]
+    references = []
+    for i, reference in enumerate(geometry.references):
+        size = 1
+        for n in reference:
+            size *= n
+        references.append((f"reference:{i}", size, reference))
+    text = [("text", geometry.text or 0, None)]
+    if site.kind == "cross":
+        return _line(image + references), _line(text)
+    if site.kind == "joint":
+        if not family.order:
+            return Tokens(), Tokens()
+        parts: dict[str, list[Any]] = {"image": image, "text": text, "references": references}
+        joint = _line([part for name in family.order for part in parts[name]])
+        return joint, joint
+    own = _line(image + references)
+    return own, own
+
+
+def _line(parts: Sequence[tuple[str, int, tuple[int, ...] | None]]) -> Tokens:
+    segments, start = [], 0
+    for name, length, grid in parts:
+        segments.append(Segment(name, start, length, grid))
+        start += length
+    return Tokens(tuple(segments))
