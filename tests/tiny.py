@@ -62,7 +62,7 @@ class Family:
     size: tuple[int, int] = (64, 64)                  # height, width in pixels
     odd_size: tuple[int, int] = (80, 112)             # not square, and latents no multiple of 8
     steps: int = 2                                    # denoising steps run
-    shape: Callable[..., dict[str, Any]] = plain_size # shape(rows, height, width) -> keyword arguments
+    shape: Callable[..., dict[str, Any]] = plain_size  # shape(rows, height, width) -> keyword arguments
     strength: float = 1.0                             # part of `steps` that runs
     frames: int = 1                                   # latent frames
     denoisers: tuple[str, ...] = ("transformer",)
@@ -71,7 +71,7 @@ class Family:
     masked: bool = False                              # the made-up prompts differ in length, with a text mask
     repeats: bool = False                             # the pipeline repeats given embeddings per image; else we do
     text: bool = False                                # `with_text` builds text encoders and tokenizers
-    text_args: Mapping[str, Any] = field(default_factory=dict)# extra arguments with `text=True`
+    text_args: Mapping[str, Any] = field(default_factory=dict)  # extra arguments with `text=True`
     images_arg: str = "num_images_per_prompt"
 
     @property
@@ -334,10 +334,10 @@ def build_sdxl(seed: int = 0, dtype: torch.dtype = torch.float32, with_text: boo
     with seeded(seed):
         unet = d.UNet2DConditionModel(
             sample_size=8, block_out_channels=(16, 16, 32), layers_per_block=1, attention_head_dim=(2, 2, 4),
-            transformer_layers_per_block=(1, 1, 2), cross_attention_dim=32, norm_num_groups=4, use_linear_projection=True,
+            transformer_layers_per_block=(1, 1, 2), cross_attention_dim=32, norm_num_groups=4,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            addition_embed_type="text_time", addition_time_embed_dim=8,
+            use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=8,
             projection_class_embeddings_input_dim=6 * 8 + 16)
         vae = autoencoder(scaling_factor=0.13025, force_upcast=False)
         (clip, tok), (clip_2, tok_2) = (clip_text(16), clip_text(16, 16)) if with_text else ((None, None), (None, None))
