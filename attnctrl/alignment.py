@@ -52,9 +52,11 @@ def replace_mapper(
 
     A changed word with source tokens S and target tokens T: M[S_k, T_k] = 1 if they are equally many, else M[s, t] =
     1/|T| for every pair, so that each source token hands on all of its attention.  All other tokens, pads too, are
-    walked in step: M[i, j] = 1. If |S| != |T|, the walk ends when the shorter side does: the pads left over on the
-    other side (|S| - |T| in all) have no partner. `tail="official"`: the authors' code writes M[j, j] after the last
-    changed word, so what follows reads the source token at the same position, that is, of another word.
+    walked in step: M[i, j] = 1.  If |S| != |T|, the walk ends when one side does; the last pads of the other, as many
+    as the difference, have no partner.
+
+    `tail="official"`: the authors' code writes M[j, j] after the last changed word, so that all that follows reads the
+    source token at its own position, which then belongs to another word.
     """
     if tail not in ("corrected", "official"):
         raise ValueError(f"tail is 'corrected' or 'official', not {tail!r}.")
@@ -176,7 +178,7 @@ def schedule(
 def _replace(
     x: Part, y: Part, pairs: list[tuple[tuple[int, ...], tuple[int, ...], bool]], tail: str, dtype: torch.dtype
 ) -> Float[Tensor, "source target"]:
-    """M of one text encoder.  Every word is an anchor of the walk, which so stays in step over stray white-space tokens."""
+    """M of one text encoder.  Words anchor the walk, which so stays in step over white-space tokens (Qwen)."""
     mapper = torch.zeros(x.length, y.length, dtype=dtype)
     last = max((k for k, (_, _, changed) in enumerate(pairs) if changed), default=-1)
     official = tail == "official"

@@ -21,7 +21,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 __all__ = [
@@ -148,7 +148,7 @@ def encode(tokenizer: Any, prompt: str, length: int | None, *, template: str = "
             None if special else _within(start - len(before), end - len(before), len(prompt))
             for (start, end), special in zip(out["offset_mapping"], out["special_tokens_mask"], strict=True)
         ]
-        return list(out["input_ids"]), spans
+        return list(out["input_ids"]), _with_space(prompt, spans)
 
     ids, spans = run()
     there = Counter(span for span in spans if span is not None)
@@ -168,7 +168,7 @@ def from_pieces(
     bos: Hashable | None = "<bos>",
     eos: Hashable | None = "<eos>",
 ) -> Encoded:
-    """Tokens given by hand, in order: ["a", "squi", "rrel"].  A piece is its own id.  `bos=None`, `eos=None`: without."""
+    """Tokens given by hand, in order: ["a", "squi", "rrel"].  A piece is its own id; bos=None and eos=None: without."""
     text = prompt.lower() if len(prompt.lower()) == len(prompt) else prompt
     ids: list[Hashable] = []
     spans: list[Span | None] = []
@@ -297,6 +297,15 @@ def _overlap(a: Span, b: Span) -> bool:
 def _within(start: int, end: int, length: int) -> Span | None:
     start, end = max(start, 0), min(end, length)
     return (start, end) if start < end else None
+
+
+def _with_space(prompt: str, spans: list[Span | None]) -> list[Span | None]:
+    """A token that is only the space before a word (Qwen, before a digit) counts to the word, as T5's mark does."""
+    out = list(spans)
+    for k, (span, after) in enumerate(pairwise(spans)):
+        if span and after and prompt[slice(*span)].isspace() and span[1] == after[0] and not prompt[after[0]].isspace():
+            out[k] = (span[0], after[0] + 1)
+    return out
 
 
 def _same(text: str) -> str:
