@@ -136,6 +136,12 @@ def _unfold(rows: Sequence[int], fold: int) -> Tensor:
     return index if fold == 1 else (index[:, None] * fold + torch.arange(fold)).flatten()
 
 
+@lru_cache(maxsize=1024)
+def batch_index(rows: tuple[int, ...], fold: int, device: torch.device) -> Int[Tensor, "b"]:
+    """Batch entries of these rows of the table, on `device` (kept, so a denoiser on a GPU does not wait for it again)."""
+    return _unfold(rows, fold).to(device)
+
+
 @lru_cache(maxsize=256)
 def _where(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
     match = [i for i in range(len(rows)) if all(getattr(rows, name)[i] == value for name, value in columns)]
@@ -282,15 +288,28 @@ class AttentionCall:
     def take(self, rows: Sequence[int]) -> AttentionCall:
         """The call for these rows of the table only."""
         table = self.table
-        index = _unfold(rows, table.fold).to(self.query.device)
+        index = batch_index(tuple(rows), table.fold, self.query.device)
+        return self.borrow(index).replace(value=self.value[index], rows=table.take(rows))
+
+    def borrow(self, index: Int[Tensor, "b"]) -> AttentionCall:
+        """The call with queries, keys, mask and bias of the batch entries `index`, and its own values: their attention maps on these values."""
         pick = lambda x: x if x is None or x.shape[0] == 1 else x[index]  # noqa: E731
         return self.replace(
             query=self.query[index],
             key=self.key[index],
-            value=self.value[index],
             mask=pick(self.mask),
             bias=tuple(Bias(pick(bias.left), pick(bias.right)) for bias in self.bias),
-            rows=table.take(rows),
+        )
+
+    def queries(self, name: str) -> AttentionCall:
+        """The call for the queries of segment `name` only, all keys."""
+        segment = self.query_tokens[name]
+        cut = lambda x: x if x is None or x.shape[2] == 1 else x.narrow(2, segment.start, segment.length)  # noqa: E731
+        return self.replace(
+            query=self.query_tokens.get(self.query, name),
+            mask=cut(self.mask),
+            bias=tuple(Bias(cut(bias.left), bias.right) for bias in self.bias),
+            query_tokens=Tokens((dataclasses.replace(segment, start=0),)),
         )
 
     def forbid(self, mask: Bool[Tensor, "#b #h #n m"]) -> AttentionCall:

@@ -42,6 +42,7 @@ class Family:
     branches: rows of a batched classifier-free guidance call, in order; calls: branches of separate calls, in order
     measure: (inputs of forward, model) -> Geometry
     joint: the default of methods that know two forms of joint attention
+    texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the sequence)
     refused: why no control can be attached; lacks: needs of controls that cannot be met
     """
 
@@ -55,6 +56,7 @@ class Family:
     latent_input: str = "hidden_states"
     packed: bool = False
     joint: str = "exact"
+    texts: tuple[tuple[str, int | None], ...] = (("tokenizer", None),)
     refused: str = ""
     lacks: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
@@ -134,6 +136,7 @@ FAMILIES: tuple[Family, ...] = (
         order=("text", "image", "references"),
         calls=("cond", "uncond"),
         packed=True,
+        texts=(("tokenizer_2", None),),
     ),
     Family(
         name="sd3",
@@ -145,6 +148,7 @@ FAMILIES: tuple[Family, ...] = (
         measure=_patched,
         order=("image", "text"),
         joint="image_qk",
+        texts=(("tokenizer", 77), ("tokenizer_3", None)),
         lacks={"rope": "its positions are added to the hidden states"},
     ),
     Family(

@@ -233,13 +233,15 @@ def _twin(cls: type, name: str, **methods: Any) -> type:
 
 @functools.cache
 def _site_class(cls: type) -> type:
+    own_call = cls.__call__  # type: ignore[operator]
+
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         slot = self._attnctrl_slot
         if not torch.compiler.is_compiling():
             slot.entered += 1
         outer, outer_part = _here.slot, _here.part
         _here.slot, _here.part = slot, 0
-        out = cls.__call__(self, *args, **kwargs)  # type: ignore[operator]
+        out = own_call(self, *args, **kwargs)
         _here.slot, _here.part = outer, outer_part
         return out
 
@@ -868,7 +870,10 @@ def _check(run: Run, modules: Mapping[str, torch.nn.Module]) -> None:
         if isinstance(heads, HeadSet):
             heads.check(everything)
         chosen = getattr(control, "sites", None)
-        found = everything if chosen is None else select(everything, chosen)
+        if callable(chosen):
+            found = list(chosen(everything))
+        else:
+            found = everything if chosen is None else select(everything, chosen)
         kinds = getattr(control, "kinds", None)
         if kinds is not None:
             found = [site for site in found if site.kind in kinds]
