@@ -56,7 +56,7 @@ class Remap:
     """v -> S v, in tensors only: nothing is decided when it is applied, so it compiles as one graph.  See `remap`."""
 
     index: Int[Tensor, "*b source"]  # the target token whose value the source token takes
-    weight: Float[Tensor, "*b source"]  # its factor; 0 where there is none
+    weight: Float[Tensor, "*b source"]  # its factor; 0 if it takes none
     rows: Int[Tensor, "r"]  # source tokens that are split over several target tokens, in some row of the batch
     split: Bool[Tensor, "*b r"]  # whether in this one
     columns: Int[Tensor, "c"]  # target tokens they are split over
@@ -100,7 +100,7 @@ def remap(matrix: Float[Tensor, "*b source target"]) -> Remap:
     entries = matrix != 0
     split = entries.sum(-1) > 1  # (..., n_src)
     index = entries.to(torch.uint8).argmax(-1)
-    weight = matrix.gather(-1, index[..., None])[..., 0].masked_fill(split, 0)
+    weight = matrix.gather(-1, index[..., None])[..., 0]
     rows = split.reshape(-1, split.shape[-1]).any(0).nonzero()[:, 0]
     columns = (entries & split[..., None]).reshape(-1, matrix.shape[-1]).any(0).nonzero()[:, 0]
     dense = matrix.index_select(-2, rows).index_select(-1, columns)

@@ -166,6 +166,15 @@ def test_concatenated_encoders_are_block_diagonal(clip, t5):
         replace_mapper(a[0], concat(*b))
 
 
+def test_a_changed_word_cut_off_in_one_encoder_is_replaced_in_the_other(clip, t5):
+    source, target = "a photo of a cat", "a photo of a hippopotamus"
+    a = [encode(clip, source, 77), encode(t5, source, 64)]
+    b = [encode(clip, target, find(encode(clip, target, 77), "hippopotamus")[2] + 1).padded(77), encode(t5, target, 64)]
+    mapper = replace_mapper(concat(*a), concat(*b))
+    assert torch.equal(mapper[:77, :77], torch.eye(77, dtype=torch.float64))  # half a word is not spread over
+    assert torch.equal(mapper[77:, 77:], replace_mapper(a[1], b[1]))
+
+
 # -------------------------------------------------------------------------------------------------------------- refine
 
 
@@ -209,6 +218,8 @@ def test_refine_prefers_to_leave_the_later_target_token_unmatched():
     # "cat" of the source fits either "cat"; walking back from the end, an unmatched target token goes first
     index, _ = refine_mapper(stub("a cat"), stub("a cat cat"))
     assert index[:5].tolist() == [0, 1, 2, -1, 3]
+    # either "a" or "b" may be kept: skipping the target's last word goes before skipping the source's
+    assert refine_mapper(stub("a b"), stub("b a"))[0][:4].tolist() == [0, 2, -1, 3]
     # no id in common but BOS and EOS: a new word keeps its own attention
     assert refine_mapper(stub("cat"), stub("dog"))[0][:3].tolist() == [0, -1, 2]
 

@@ -61,6 +61,13 @@ def test_template_tokens_are_dropped_from_the_front_and_kept_behind(qwen, chat):
     assert encoded.padded(200).length == 200 and find(encoded.padded(200), "cat") == find(encoded, "cat")
 
 
+def test_a_space_with_a_token_of_its_own_counts_to_the_word_after_it(qwen):
+    encoded = encode(qwen, "a photo of 3 dogs", None)
+    assert [qwen.decode([encoded.ids[p]]) for p in find(encoded, "3")] == [" ", "3"]
+    doubled = encode(qwen, "a photo  of a cat", None)
+    assert [qwen.decode([doubled.ids[p]]) for p in find(doubled, "of")] == [" of"]
+
+
 def test_a_word_dropped_with_the_template_is_an_error(qwen, chat):
     whole = encode(qwen, "a photo of a cat", None, template=chat["template"])
     drop = find(whole, "photo")[-1] + 1
