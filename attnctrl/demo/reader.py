@@ -1,0 +1,247 @@
+"""Read a picture back into a scene: classical image analysis, tolerant of the noise and the crooked shapes of a generated picture.
+
+ 1. Strongly coloured pixels are grouped by hue into connected regions; each large region is an object.
+ 2. Shape, centre and radius: the rendered shape with the largest intersection over union with the region, over all shapes, radii and
+    positions (by Fourier transform). Outlined objects have slightly smaller regions, and so do their templates.
+ 3. Style: a dark rim means outlined, a background that darkens downwards means shaded.
+ 4. Texture: the object is rendered with each texture at its place; the nearest one counts.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from PIL import Image
+
+from .render import OUTLINE, SHADE_BOTTOM, object_mask, outline_points, render_array
+from .scene import BACKGROUNDS, COLOURS, SHAPES, SIDE, TEXTURES, Object, Scene
+
+MIN_AREA = 45  # pixels of the smallest object
+RADII = np.arange(7.0, 18.01, 0.5)
+_HUES = {name: colorsys.rgb_to_hsv(*(c / 255 for c in rgb))[0] for name, rgb in COLOURS.items()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What `read_details` saw: the scene, the object masks (64, 64), and the fit of each shape (intersection over union, 1 is perfect)."""
+
+    scene: Scene
+    masks: tuple[np.ndarray, ...]
+    fits: tuple[float, ...]
+
+
+def read(image: Image.Image | np.ndarray) -> Scene:
+    """The scene in a picture, with every attribute that can be seen. A picture with no object gives a scene without objects."""
+    return read_details(image).scene
+
+
+def read_details(image: Image.Image | np.ndarray) -> Reading:
+    """Like `read`, with the mask of each object (its outline included). Pictures of other sizes are resized to 64x64."""
+    pixels = _pixels(image)
+    regions = _regions(pixels)
+    covered = np.any([region for region, _ in regions], axis=0) if regions else np.zeros((SIDE, SIDE), bool)
+    near = _grow(covered, 4)
+    background, style = _background(pixels, near)
+    if regions and np.mean([_dark_rim(pixels, region, covered) for region, _ in regions]) > 0.45:
+        background, style = _background(pixels, near)[0], "outlined"
+    found = [_fit(region, colour, style) for region, colour in regions]
+    scene = Scene(tuple(item for item, _ in found), None, background, style)
+    scene = replace(scene, objects=tuple(_texture(pixels, item, scene) for item in scene.objects))
+    masks = tuple(_grow(region, 3 if style == "outlined" else 1) & ~_others(regions, i) for i, (region, _) in enumerate(regions))
+    if len(scene.objects) == 1:
+        scene = replace(scene, objects=(_place(scene.objects[0]),))
+    if len(scene.objects) == 2:
+        scene = replace(scene, relation=_relation(*scene.objects))
+    return Reading(scene, masks, tuple(fit for _, fit in found))
+
+
+def matches(caption: Scene, seen: Scene) -> dict[str, bool]:
+    """For every attribute the caption states: was it seen? Keys are "count", "background", "style", "relation" and, for each object,
+    "shape", "colour", "texture", "size", "place" (with " 2" for the second object). An unsaid texture counts as plain.
+    Two objects are paired so that most attributes agree."""
+    result = {"count": len(seen.objects) == len(caption.objects)}
+    for name in ("background", "style"):
+        if getattr(caption, name) is not None:
+            result[name] = getattr(caption, name) == getattr(seen, name)
+    nothing = Object("none", "none")
+    best: dict[str, bool] = {}
+    for order in ((0, 1), (1, 0)):
+        picked = [seen.objects[i] if i < len(seen.objects) else nothing for i in order]
+        trial: dict[str, bool] = {}
+        for i, (said, saw) in enumerate(zip(caption.objects, picked, strict=False)):
+            for name in ("shape", "colour", "texture", "size", "place"):
+                value = getattr(said, name) or ("plain" if name == "texture" else None)
+                if value is not None:
+                    trial[name + " 2" * i] = value == getattr(saw, name)
+        if caption.relation is not None:
+            trial["relation"] = nothing not in picked and caption.relation == _relation(*picked)
+        if sum(trial.values()) > sum(best.values()) or not best:
+            best = trial
+    return result | best
+
+
+def _pixels(image: Image.Image | np.ndarray) -> np.ndarray:
+    if isinstance(image, np.ndarray):
+        values = image * 255 if np.issubdtype(image.dtype, np.floating) and image.max() <= 1.5 else image
+        image = Image.fromarray(np.clip(np.round(values), 0, 255).astype(np.uint8))
+    image = image.convert("RGB")
+    if image.size != (SIDE, SIDE):
+        image = image.resize((SIDE, SIDE), Image.Resampling.BOX)
+    return np.asarray(image, np.float32)
+
+
+def _regions(pixels: np.ndarray) -> list[tuple[np.ndarray, str]]:
+    """(mask, colour) of each object, the largest first."""
+    high, low = pixels.max(-1), pixels.min(-1)
+    chroma = high - low
+    coloured = (chroma > 0.5 * high) & (chroma > 28)
+    r, g, b = pixels[..., 0], pixels[..., 1], pixels[..., 2]
+    safe = np.maximum(chroma, 1e-3)
+    hue = np.where(high == r, ((g - b) / safe) % 6, np.where(high == g, (b - r) / safe + 2, (r - g) / safe + 4)) / 6
+    distance = np.stack([np.abs((hue - centre + 0.5) % 1 - 0.5) for centre in _HUES.values()])
+    nearest = distance.argmin(0)
+    found = []
+    for i, colour in enumerate(COLOURS):
+        for region in _components(coloured & (nearest == i)):
+            found.append((region, colour))
+    found = [(_close(region), colour) for region, colour in found if region.sum() >= MIN_AREA]
+    found.sort(key=lambda pair: -pair[0].sum())
+    return [pair for pair in found if pair[0].sum() >= 0.2 * found[0][0].sum()]
+
+
+def _components(mask: np.ndarray) -> list[np.ndarray]:
+    """Connected regions (8 neighbours) of a boolean mask, by spreading the largest label."""
+    labels = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
+    while True:
+        spread = np.where(mask, _neighbours(labels).max(0), 0)
+        if (spread == labels).all():
+            break
+        labels = spread
+    return [labels == label for label in np.unique(labels) if label]
+
+
+def _neighbours(array: np.ndarray) -> np.ndarray:
+    """(9, h, w): the array shifted by one pixel each way, edges repeated."""
+    padded = np.pad(array, 1, mode="edge")
+    h, w = array.shape
+    return np.stack([padded[i : i + h, j : j + w] for i in range(3) for j in range(3)])
+
+
+def _grow(mask: np.ndarray, steps: int) -> np.ndarray:
+    for _ in range(steps):
+        mask = _neighbours(mask).any(0)
+    return mask
+
+
+def _close(mask: np.ndarray) -> np.ndarray:
+    """Fill holes and one-pixel gaps."""
+    mask = ~_grow(~_grow(mask, 1), 1)
+    outside = [part for part in _components(~mask) if part[0].any() or part[-1].any() or part[:, 0].any() or part[:, -1].any()]
+    return ~np.any(outside, axis=0) if outside else mask
+
+
+def _others(regions: list[tuple[np.ndarray, str]], i: int) -> np.ndarray:
+    rest = [region for j, (region, _) in enumerate(regions) if j != i]
+    return np.any(rest, axis=0) if rest else np.zeros((SIDE, SIDE), bool)
+
+
+def _background(pixels: np.ndarray, near: np.ndarray) -> tuple[str, str]:
+    """(background, "flat" or "shaded") from the pixels away from objects: a line is fitted to their brightness over the rows."""
+    rows = [y for y in range(SIDE) if (~near[y]).sum() >= 6]
+    if len(rows) < 8:
+        near, rows = np.zeros_like(near), list(range(SIDE))
+    colours = np.array([np.median(pixels[y][~near[y]], axis=0) for y in rows])
+    slope, start = np.polyfit(rows, colours.mean(1), 1)
+    fall = (start + slope * (SIDE - 1)) / max(start, 1)
+    shaded = fall < (1 + SHADE_BOTTOM) / 2
+    gain = np.linspace(1.0, SHADE_BOTTOM, SIDE)[rows] if shaded else np.ones(len(rows))
+    colour = np.median(colours / gain[:, None], axis=0)
+    nearest = min(BACKGROUNDS, key=lambda name: np.square(colour - BACKGROUNDS[name]).sum())
+    return nearest, "shaded" if shaded else "flat"
+
+
+def _dark_rim(pixels: np.ndarray, region: np.ndarray, covered: np.ndarray) -> float:
+    """The part of the rim around a region that has a dark pixel close by."""
+    dark = (pixels.max(-1) < 95) & ~covered
+    rim = _grow(region, 1) & ~region
+    return float(_grow(dark, 1)[rim].mean()) if rim.any() else 0.0
+
+
+@lru_cache(maxsize=2)
+def _templates(outlined: bool) -> tuple[list[tuple[str, float]], np.ndarray, np.ndarray]:
+    """Keys (shape, radius), conjugate transforms (k, 64, 33) and areas (k) of rendered shapes centred on pixel (32, 32)."""
+    keys = [(shape, float(radius)) for shape in SHAPES for radius in RADII]
+    masks = []
+    for shape, radius in keys:
+        mask = object_mask(Object(shape, "red", x=SIDE / 2, y=SIDE / 2, radius=radius))
+        if outlined:
+            inner = Object(shape, "red", x=SIDE / 2, y=SIDE / 2, radius=radius)
+            mask = mask & ~_rim_mask(inner)
+        masks.append(mask.astype(np.float32))
+    stack = np.stack(masks)
+    return keys, np.conj(np.fft.rfft2(stack)), stack.sum((1, 2))
+
+
+def _rim_mask(item: Object) -> np.ndarray:
+    """Pixels within the inner half of the outline."""
+    edge = np.asarray(outline_points(item.shape, item.x, item.y, item.radius))
+    ends = np.roll(edge, -1, 0)
+    grid = np.stack(np.meshgrid(np.arange(SIDE) + 0.5, np.arange(SIDE) + 0.5), -1)[:, :, None]
+    along = ends - edge
+    t = np.clip(((grid - edge) * along).sum(-1) / np.square(along).sum(-1), 0, 1)[..., None]
+    return np.sqrt(np.square(grid - edge - t * along).sum(-1)).min(-1) < OUTLINE[0]
+
+
+def _fit(region: np.ndarray, colour: str, style: str) -> tuple[Object, float]:
+    """The object whose rendered shape overlaps the region best, and the intersection over union."""
+    keys, transforms, areas = _templates(style == "outlined")
+    overlap = np.fft.irfft2(np.fft.rfft2(region.astype(np.float32)) * transforms, s=(SIDE, SIDE))
+    union = areas[:, None, None] + region.sum() - overlap
+    score = overlap / union
+    k, dy, dx = np.unravel_index(score.argmax(), score.shape)
+    x, y = (dx + SIDE / 2) % SIDE, (dy + SIDE / 2) % SIDE
+    shape, radius = keys[k]
+    return Object(shape, colour, None, None, None, float(x), float(y), radius), float(score[k, dy, dx])
+
+
+def _texture(pixels: np.ndarray, item: Object, scene: Scene) -> Object:
+    """The object with the texture whose rendering is nearest to the picture inside the shape, over small shifts."""
+    inside = object_mask(replace(item, radius=0.92 * item.radius))
+    best: tuple[float, Object] | None = None
+    seen = pixels[inside].max(-1)
+    seen = seen / max(np.percentile(seen, 90), 1)
+    for texture in TEXTURES:
+        for dx in (-1.0, 0.0, 1.0):
+            for dy in (-1.0, 0.0, 1.0) if texture == "dotted" else (0.0,):
+                if texture == "plain" and dx:
+                    continue
+                trial = replace(item, texture=texture, x=item.x + dx, y=item.y + dy)
+                drawn = render_array(replace(scene, objects=(trial,)))[inside].max(-1)
+                drawn = drawn / np.percentile(drawn, 90)
+                error = float(np.square(drawn - seen).mean())
+                if best is None or error < best[0]:
+                    best = (error, replace(item, texture=texture))
+    return best[1]
+
+
+def _place(item: Object) -> Object:
+    """A single object with its size and place."""
+    dx, dy = item.x - SIDE / 2, item.y - SIDE / 2
+    if max(abs(dx), abs(dy)) < 6:
+        place = "centre"
+    elif abs(dx) > abs(dy):
+        place = "left" if dx < 0 else "right"
+    else:
+        place = "top" if dy < 0 else "bottom"
+    return replace(item, size="large" if item.radius > 12.5 else "small", place=place)
+
+
+def _relation(first: Object, second: Object) -> str:
+    """Where the first object lies as seen from the second."""
+    dx, dy = first.x - second.x, first.y - second.y
+    if abs(dx) > abs(dy):
+        return "left" if dx < 0 else "right"
+    return "above" if dy < 0 else "below"
