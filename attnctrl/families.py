@@ -42,7 +42,8 @@ class Family:
     branches: rows of a batched classifier-free guidance call, in order; calls: branches of separate calls, in order
     measure: (inputs of forward, model) -> Geometry
     joint: the default of methods that know two forms of joint attention
-    texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the sequence)
+    texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the sequence);
+        lowers: whether the pipeline lower-cases and strips prompts first
     refused: why no control can be attached; lacks: needs of controls that cannot be met
     """
 
@@ -57,6 +58,7 @@ class Family:
     packed: bool = False
     joint: str = "exact"
     texts: tuple[tuple[str, int | None], ...] = (("tokenizer", None),)
+    lowers: bool = False
     refused: str = ""
     lacks: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
@@ -159,6 +161,7 @@ FAMILIES: tuple[Family, ...] = (
             (r"transformer_blocks\.(\d+)\.attn2", "cross", "block"),
         ),
         measure=_patched,
+        lowers=True,
         lacks={"rope": "its positions are added to the hidden states"},
     ),
     Family(

@@ -1,0 +1,62 @@
+"""A prompt's tokens as the denoiser of a pipeline sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .families import Family
+from .tokens import Encoded, concat, encode
+
+__all__ = ["encode_for", "flatten"]
+
+Prompts = Sequence[str | Encoded] | Sequence[Sequence[str | Encoded]]
+"""[source, target, ...], or several such edits [[source, target], [source, target, target], ...]."""
+
+
+def encode_for(pipeline: Any, family: Family, prompt: str | Encoded, length: int) -> Encoded:
+    """`prompt` through the tokenizers of `pipeline`, in a text sequence of `length` positions.  An `Encoded` passes if its length is right.
+
+    Raises ValueError when the pipeline has no tokenizer, or the lengths differ.
+    """
+    if isinstance(prompt, Encoded):
+        if prompt.length != length:
+            raise ValueError(f"{prompt.prompt!r} was encoded to {prompt.length} positions, the denoiser's text has {length}")
+        return prompt
+    text = prompt.lower().strip() if family.lowers else prompt
+    template = getattr(pipeline, "prompt_template_encode", "{}")
+    drop = getattr(pipeline, "prompt_template_encode_start_idx", 0)
+    parts = []
+    for name, own in family.texts:
+        tokenizer = getattr(pipeline, name, None)
+        if tokenizer is None:
+            raise ValueError(
+                f"{type(pipeline).__name__} has no {name} to find the words of {prompt!r} with; pass prompts as attnctrl.tokens.encode(tokenizer, ...)"
+            )
+        rest = length - sum(part.length for part in parts)
+        parts.append(encode(tokenizer, text, rest if own is None else own, template=template, drop=drop))
+    return parts[0] if len(parts) == 1 else concat(*parts)
+
+
+def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
+    """All prompts in the order of the pipeline call, and for each the index of its edit's source.
+
+    Raises ValueError when an edit has no target.
+    """
+    groups: list[Sequence[Any]]
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts must hold a source and its targets, not one text {prompts!r}")
+    if all(isinstance(prompt, str | Encoded) for prompt in prompts):
+        groups = [prompts]
+    else:
+        groups = [group for group in prompts if not isinstance(group, str | Encoded)]
+        if len(groups) != len(prompts):
+            raise ValueError(f"prompts mixes texts with lists of texts: {prompts!r}")
+    flat: list[str | Encoded] = []
+    sources: list[int] = []
+    for group in groups:
+        if len(group) < 2:
+            raise ValueError(f"an edit needs a source and at least one target, got {list(group)!r}")
+        sources += [len(flat)] * len(group)
+        flat += group
+    return flat, sources
