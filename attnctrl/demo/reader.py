@@ -2,7 +2,7 @@
 
  1. Strongly coloured pixels are grouped by hue into connected regions; each large region is an object.
  2. Shape, centre and radius: the rendered shape with the largest intersection over union with the region, over all shapes, radii and
-    positions (by Fourier transform). Outlined objects have slightly smaller regions, and so do their templates.
+    positions (by Fourier transform). Templates are the regions that step 1 finds in rendered pictures.
  3. Style: a dark rim means outlined, a background that darkens downwards means shaded.
  4. Texture: the object is rendered with each texture at its place; the nearest one counts.
 """
@@ -16,10 +16,10 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from .render import OUTLINE, SHADE_BOTTOM, object_mask, outline_points, render_array
+from .render import SHADE_BOTTOM, object_mask, render_array
 from .scene import BACKGROUNDS, COLOURS, SHAPES, SIDE, TEXTURES, Object, Scene
 
-MIN_AREA = 45  # pixels of the smallest object
+MIN_AREA = 40  # pixels of the smallest object
 RADII = np.arange(7.0, 18.01, 0.5)
 _HUES = {name: colorsys.rgb_to_hsv(*(c / 255 for c in rgb))[0] for name, rgb in COLOURS.items()}
 
@@ -44,9 +44,10 @@ def read_details(image: Image.Image | np.ndarray) -> Reading:
     regions = _regions(pixels)
     covered = np.any([region for region, _ in regions], axis=0) if regions else np.zeros((SIDE, SIDE), bool)
     near = _grow(covered, 4)
-    background, style = _background(pixels, near)
-    if regions and np.mean([_dark_rim(pixels, region, covered) for region, _ in regions]) > 0.45:
-        background, style = _background(pixels, near)[0], "outlined"
+    background, style, level = _background(pixels, near)
+    dark = (pixels.max(-1) < 0.55 * level[:, None]) & (np.ptp(pixels, -1) < 35) & ~covered
+    if regions and np.mean([_dark_rim(dark, region) for region, _ in regions]) > 0.45:
+        style = "outlined"
     found = [_fit(region, colour, style) for region, colour in regions]
     scene = Scene(tuple(item for item, _ in found), None, background, style)
     scene = replace(scene, objects=tuple(_texture(pixels, item, scene) for item in scene.objects))
@@ -148,8 +149,8 @@ def _others(regions: list[tuple[np.ndarray, str]], i: int) -> np.ndarray:
     return np.any(rest, axis=0) if rest else np.zeros((SIDE, SIDE), bool)
 
 
-def _background(pixels: np.ndarray, near: np.ndarray) -> tuple[str, str]:
-    """(background, "flat" or "shaded") from the pixels away from objects: a line is fitted to their brightness over the rows."""
+def _background(pixels: np.ndarray, near: np.ndarray) -> tuple[str, str, np.ndarray]:
+    """(background, "flat" or "shaded", brightness of each row) from the pixels away from objects: a line is fitted to their brightness over the rows."""
     rows = [y for y in range(SIDE) if (~near[y]).sum() >= 6]
     if len(rows) < 8:
         near, rows = np.zeros_like(near), list(range(SIDE))
@@ -160,44 +161,30 @@ def _background(pixels: np.ndarray, near: np.ndarray) -> tuple[str, str]:
     gain = np.linspace(1.0, SHADE_BOTTOM, SIDE)[rows] if shaded else np.ones(len(rows))
     colour = np.median(colours / gain[:, None], axis=0)
     nearest = min(BACKGROUNDS, key=lambda name: np.square(colour - BACKGROUNDS[name]).sum())
-    return nearest, "shaded" if shaded else "flat"
+    level = colour.max() * (np.linspace(1.0, SHADE_BOTTOM, SIDE) if shaded else np.ones(SIDE))
+    return nearest, "shaded" if shaded else "flat", level
 
 
-def _dark_rim(pixels: np.ndarray, region: np.ndarray, covered: np.ndarray) -> float:
+def _dark_rim(dark: np.ndarray, region: np.ndarray) -> float:
     """The part of the rim around a region that has a dark pixel close by."""
-    dark = (pixels.max(-1) < 95) & ~covered
     rim = _grow(region, 1) & ~region
     return float(_grow(dark, 1)[rim].mean()) if rim.any() else 0.0
 
 
 @lru_cache(maxsize=2)
-def _templates(outlined: bool) -> tuple[list[tuple[str, float]], np.ndarray, np.ndarray]:
-    """Keys (shape, radius), conjugate transforms (k, 64, 33) and areas (k) of rendered shapes centred on pixel (32, 32)."""
+def _templates(style: str) -> tuple[list[tuple[str, float]], np.ndarray, np.ndarray]:
+    """Keys (shape, radius), conjugate transforms (k, 64, 33) and areas (k) of the regions that rendered shapes centred on (32, 32) give."""
     keys = [(shape, float(radius)) for shape in SHAPES for radius in RADII]
-    masks = []
+    stack = []
     for shape, radius in keys:
-        mask = object_mask(Object(shape, "red", x=SIDE / 2, y=SIDE / 2, radius=radius))
-        if outlined:
-            inner = Object(shape, "red", x=SIDE / 2, y=SIDE / 2, radius=radius)
-            mask = mask & ~_rim_mask(inner)
-        masks.append(mask.astype(np.float32))
-    stack = np.stack(masks)
-    return keys, np.conj(np.fft.rfft2(stack)), stack.sum((1, 2))
-
-
-def _rim_mask(item: Object) -> np.ndarray:
-    """Pixels within the inner half of the outline."""
-    edge = np.asarray(outline_points(item.shape, item.x, item.y, item.radius))
-    ends = np.roll(edge, -1, 0)
-    grid = np.stack(np.meshgrid(np.arange(SIDE) + 0.5, np.arange(SIDE) + 0.5), -1)[:, :, None]
-    along = ends - edge
-    t = np.clip(((grid - edge) * along).sum(-1) / np.square(along).sum(-1), 0, 1)[..., None]
-    return np.sqrt(np.square(grid - edge - t * along).sum(-1)).min(-1) < OUTLINE[0]
+        item = Object(shape, "red", "plain", x=SIDE / 2, y=SIDE / 2, radius=radius)
+        stack.append(_regions(render_array(Scene((item,), None, "white", style)))[0][0].astype(np.float32))
+    return keys, np.conj(np.fft.rfft2(np.stack(stack))), np.sum(stack, (1, 2))
 
 
 def _fit(region: np.ndarray, colour: str, style: str) -> tuple[Object, float]:
     """The object whose rendered shape overlaps the region best, and the intersection over union."""
-    keys, transforms, areas = _templates(style == "outlined")
+    keys, transforms, areas = _templates("outlined" if style == "outlined" else "flat")
     overlap = np.fft.irfft2(np.fft.rfft2(region.astype(np.float32)) * transforms, s=(SIDE, SIDE))
     union = areas[:, None, None] + region.sum() - overlap
     score = overlap / union
