@@ -38,15 +38,13 @@ def sample(name: str, pipe, prompts: list[str], seed: int, batch: int = 20) -> l
     generator, images = torch.Generator().manual_seed(seed), []
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
-        arguments = demo.defaults(name)
-        if "negative_prompt" in arguments:
-            arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(part)
-        images += pipe(part, generator=generator, **arguments).images
+        images += pipe(part, generator=generator, **demo.defaults(name, len(part))).images
     return images
 
 
 def score(prompts: list[str], images: list[Image.Image]) -> dict[str, list[bool]]:
-    """For each row of the table, one verdict a picture (a picture counts where its caption states something of the row)."""
+    """For each row of the table, one verdict a picture (a picture counts where its caption states something of the
+    row)."""
     verdicts = defaultdict(list)
     for prompt, image in zip(prompts, images, strict=True):
         caption = demo.parse(prompt)

@@ -1,9 +1,9 @@
 """Two small trained text-to-image models that ship with the package, and the world of pictures they were trained on.
 
-    from attnctrl import demo
-    pipe = demo.load("unet")                                   # a StableDiffusionPipeline; "mmdit" is a FluxPipeline
-    image = pipe("a red circle left of a blue square", **demo.defaults("unet")).images[0]
-    demo.read(image)                                           # Scene(objects=(Object("circle", "red", ...), ...), relation="left", ...)
+from attnctrl import demo
+pipe = demo.load("unet")                                   # a StableDiffusionPipeline; "mmdit" is a FluxPipeline
+image = pipe("a red circle left of a blue square", **demo.defaults("unet")).images[0]
+demo.read(image)                                           # Scene((Object("circle", "red", ...), ...), "left", ...)
 """
 
 from .autoencoder import PatchAutoencoder

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -37,24 +39,25 @@ def check_name(name: str) -> str:
 
 
 def load(name: str, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
-    """The shipped demo pipeline: "unet" is a `StableDiffusionPipeline`, "mmdit" a `FluxPipeline`; both make 64x64 pictures of captions
-    as `prompts()` gives them. Nothing is downloaded. `defaults(name)` has the call arguments it was judged with."""
+    """The shipped demo pipeline: "unet" is a `StableDiffusionPipeline`, "mmdit" a `FluxPipeline`.
+
+    Both make 64x64 pictures of captions as `prompts()` gives them. Nothing is downloaded. `defaults(name)` has the call
+    arguments for good pictures."""
     return load_folder(name, WEIGHTS / check_name(name), dtype)
 
 
 def load_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> DiffusionPipeline:
     """A demo pipeline from a folder that `save_pretrained` wrote (the training's `pipeline/`, for example).
-    `FluxPipeline.from_pretrained(folder)` works too once `attnctrl.demo` is imported; its pictures are 256x256 unless told otherwise."""
-    pipeline_class, extra = FluxPipeline, {}
-    if check_name(name) == "unet":
-        pipeline_class, extra = StableDiffusionPipeline, {"safety_checker": None, "feature_extractor": None}
+
+    `FluxPipeline.from_pretrained(folder)` works too once `attnctrl.demo` is imported; its pictures are 256x256 unless
+    the call says `height=64, width=64`."""
+    pipeline_class: Any = StableDiffusionPipeline if check_name(name) == "unet" else FluxPipeline
     with _quiet():
-        pipe = pipeline_class.from_pretrained(folder, torch_dtype=dtype, local_files_only=True, **extra)
-    return _finish(pipe)
+        return _finish(pipeline_class.from_pretrained(folder, torch_dtype=dtype, local_files_only=True))
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Without the loaders' progress bars and their remark on the autoencoder's class."""
     libraries = (diffusers.utils.logging, transformers.utils.logging)
     before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
@@ -69,16 +72,25 @@ def _quiet():
             (library.enable_progress_bar if bar else library.disable_progress_bar)()
 
 
-def defaults(name: str) -> dict:
-    """The call arguments (steps, guidance, size) for good pictures: `pipe(prompt, **defaults(name)).images`."""
+def defaults(name: str, prompts: int | None = None) -> dict[str, Any]:
+    """The call arguments (steps, guidance, size) for good pictures: `pipe(prompt, **defaults(name)).images`.
+
+    For a list of prompts say how many: FLUX pipelines want as many negative prompts."""
     size = {"height": SIDE, "width": SIDE}
     if check_name(name) == "unet":
         return {"num_inference_steps": 30, "guidance_scale": 4.0, **size}
-    return {"num_inference_steps": 30, "guidance_scale": 1.0, "negative_prompt": "", "true_cfg_scale": 4.0, "max_sequence_length": LENGTH, **size}
+    negative = "" if prompts is None else [""] * prompts
+    return {
+        "num_inference_steps": 30,
+        "guidance_scale": 1.0,
+        "negative_prompt": negative,
+        "true_cfg_scale": 4.0,
+        **size,
+    }
 
 
-def _finish(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    if isinstance(pipe, FluxPipeline):
+def _finish(pipe: Any) -> Any:
+    if hasattr(pipe, "default_sample_size"):
         pipe.default_sample_size = SIDE // pipe.vae_scale_factor  # else FLUX's own 128 latent pixels
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -105,7 +117,8 @@ def _clip_encoder(layers: int) -> CLIPTextModel:
         projection_dim=TEXT_WIDTH,
     )
     encoder = CLIPTextModel(config)
-    nn.init.normal_(encoder.get_input_embeddings().weight, std=0.3)
+    embedding: Any = encoder.get_input_embeddings()
+    nn.init.normal_(embedding.weight, std=0.3)
     return encoder
 
 
@@ -127,7 +140,7 @@ def _unet_parts() -> dict[str, nn.Module]:
 
 
 def _mmdit_parts() -> dict[str, nn.Module]:
-    transformer = FluxTransformer2DModel(
+    transformer: Any = FluxTransformer2DModel(
         patch_size=1,
         in_channels=COMPONENTS,
         num_layers=2,
@@ -161,9 +174,10 @@ def _mmdit_parts() -> dict[str, nn.Module]:
     return {"transformer": transformer, "text_encoder": _clip_encoder(1), "text_encoder_2": t5, "vae": vae}
 
 
-def assemble(name: str, parts: nn.ModuleDict) -> DiffusionPipeline:
+def assemble(name: str, parts: nn.ModuleDict) -> Any:
     """The pipeline of these parts, in evaluation mode."""
     parts = parts.eval()
+    pipe: Any
     if check_name(name) == "unet":
         scheduler = DDIMScheduler(
             beta_start=0.00085,

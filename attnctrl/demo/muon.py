@@ -1,16 +1,18 @@
-"""Muon (https://kellerjordan.github.io/posts/muon): momentum whose update matrices are made orthogonal, for matrices and convolutions."""
+"""Muon (https://kellerjordan.github.io/posts/muon): momentum whose update matrices are made orthogonal."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 class Muon(torch.optim.Optimizer):
-    """Every parameter needs two or more dimensions; all but the first are taken together, so a convolution is a matrix too.
+    """update = sqrt(max(1, rows / columns)) * orthogonal(gradient + momentum * buffer).
 
-    update = sqrt(max(1, rows / columns)) * orthogonal(gradient + momentum * buffer).  Equal shapes are treated in one batch.
-    (`torch.optim.Muon` takes matrices only, one by one.)"""
+    Every parameter needs two or more dimensions; all but the first are taken together, so a convolution is a matrix
+    too (`torch.optim.Muon` takes matrices only). Parameters of equal shape are treated in one batch."""
 
     def __init__(self, params, lr: float = 0.01, momentum: float = 0.95, weight_decay: float = 0.01):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -26,9 +28,10 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns), params in shapes.items():
                 updates = []
                 for p in params:
+                    gradient: Any = p.grad
                     buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    buffer.lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(p.grad.lerp(buffer, group["momentum"]).reshape(rows, columns))
+                    buffer.lerp_(gradient, 1 - group["momentum"])
+                    updates.append(gradient.lerp(buffer, group["momentum"]).reshape(rows, columns))
                 scale = max(1.0, rows / columns) ** 0.5
                 for p, update in zip(params, orthogonal(torch.stack(updates)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])

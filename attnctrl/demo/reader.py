@@ -1,11 +1,10 @@
-"""Read a picture back into a scene: classical image analysis, tolerant of the noise and the crooked shapes of a generated picture.
+"""Read a picture back into a scene: image analysis that tolerates the noise and crooked shapes of generated pictures.
 
- 1. Strongly coloured pixels are grouped by hue into connected regions; each large region is an object.
- 2. Shape, centre and radius: the rendered shape with the largest intersection over union with the region, over all shapes, radii and
-    positions (by Fourier transform). Templates are the regions that step 1 finds in rendered pictures.
- 3. Style: a dark rim means outlined, a background that darkens downwards means shaded.
- 4. Texture: the object is rendered with each texture at its place; the nearest one counts.
-"""
+1. Strongly coloured pixels are grouped by hue into connected regions; each large region is an object.
+2. Shape, centre and radius: the rendered shape with the largest intersection over union with the region, over all
+   shapes, radii and positions (by Fourier transform). Templates are the regions that step 1 finds in rendered pictures.
+3. Style: a dark rim means outlined, a background that darkens downwards means shaded.
+4. Texture: the object is rendered with each texture at its place; the nearest one counts."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _HUES = {name: colorsys.rgb_to_hsv(*(c / 255 for c in rgb))[0] for name, rgb in 
 
 @dataclass(frozen=True)
 class Reading:
-    """What `read_details` saw: the scene, the object masks (64, 64), and the fit of each shape (intersection over union, 1 is perfect)."""
+    """What was seen: the scene, and for each object a mask (64, 64) and how well the shape fits (0..1)."""
 
     scene: Scene
     masks: tuple[np.ndarray, ...]
@@ -34,12 +33,12 @@ class Reading:
 
 
 def read(image: Image.Image | np.ndarray) -> Scene:
-    """The scene in a picture, with every attribute that can be seen. A picture with no object gives a scene without objects."""
+    """The scene in a picture, with every attribute that can be seen; without objects if there is none."""
     return read_details(image).scene
 
 
 def read_details(image: Image.Image | np.ndarray) -> Reading:
-    """Like `read`, with the mask of each object (its outline included). Pictures of other sizes are resized to 64x64."""
+    """Like `read`, with the mask of each object, its outline included. Other sizes are resized to 64x64."""
     pixels = _pixels(image)
     regions = _regions(pixels)
     covered = np.any([region for region, _ in regions], axis=0) if regions else np.zeros((SIDE, SIDE), bool)
@@ -51,7 +50,10 @@ def read_details(image: Image.Image | np.ndarray) -> Reading:
     found = [_fit(region, colour, style) for region, colour in regions]
     scene = Scene(tuple(item for item, _ in found), None, background, style)
     scene = replace(scene, objects=tuple(_texture(pixels, item, scene) for item in scene.objects))
-    masks = tuple(_grow(region, 3 if style == "outlined" else 1) & ~_others(regions, i) for i, (region, _) in enumerate(regions))
+    masks = tuple(
+        (_grow(region, 2 if style == "outlined" else 1) | object_mask(item, style)) & ~_others(regions, i)
+        for i, ((region, _), (item, _)) in enumerate(zip(regions, found, strict=True))
+    )
     if len(scene.objects) == 1:
         scene = replace(scene, objects=(_place(scene.objects[0]),))
     if len(scene.objects) == 2:
@@ -60,9 +62,10 @@ def read_details(image: Image.Image | np.ndarray) -> Reading:
 
 
 def matches(caption: Scene, seen: Scene) -> dict[str, bool]:
-    """For every attribute the caption states: was it seen? Keys are "count", "background", "style", "relation" and, for each object,
-    "shape", "colour", "texture", "size", "place" (with " 2" for the second object). An unsaid texture counts as plain.
-    Two objects are paired so that most attributes agree."""
+    """For every attribute the caption states: was it seen?
+
+    Keys are "count", "background", "style", "relation" and, for each object, "shape", "colour", "texture", "size",
+    "place" (with " 2" for the second). An unsaid texture counts as plain. Objects are paired so that most agree."""
     result = {"count": len(seen.objects) == len(caption.objects)}
     for name in ("background", "style"):
         if getattr(caption, name) is not None:
@@ -133,15 +136,18 @@ def _neighbours(array: np.ndarray) -> np.ndarray:
 
 def _grow(mask: np.ndarray, steps: int) -> np.ndarray:
     for _ in range(steps):
-        mask = _neighbours(mask).any(0)
+        mask = np.asarray(_neighbours(mask).any(0))
     return mask
 
 
 def _close(mask: np.ndarray) -> np.ndarray:
     """Fill holes and one-pixel gaps."""
-    mask = ~_grow(~_grow(mask, 1), 1)
-    outside = [part for part in _components(~mask) if part[0].any() or part[-1].any() or part[:, 0].any() or part[:, -1].any()]
-    return ~np.any(outside, axis=0) if outside else mask
+    closed = ~_grow(~_grow(mask, 1), 1)
+    outside = np.zeros(mask.shape, bool)
+    for part in _components(~closed):
+        if part[0].any() or part[-1].any() or part[:, 0].any() or part[:, -1].any():
+            outside = outside | part
+    return ~outside
 
 
 def _others(regions: list[tuple[np.ndarray, str]], i: int) -> np.ndarray:
@@ -150,7 +156,7 @@ def _others(regions: list[tuple[np.ndarray, str]], i: int) -> np.ndarray:
 
 
 def _background(pixels: np.ndarray, near: np.ndarray) -> tuple[str, str, np.ndarray]:
-    """(background, "flat" or "shaded", brightness of each row) from the pixels away from objects: a line is fitted to their brightness over the rows."""
+    """(background, "flat" or "shaded", brightness of each row): a line through the rows' colours beside objects."""
     rows = [y for y in range(SIDE) if (~near[y]).sum() >= 6]
     if len(rows) < 8:
         near, rows = np.zeros_like(near), list(range(SIDE))
@@ -173,7 +179,7 @@ def _dark_rim(dark: np.ndarray, region: np.ndarray) -> float:
 
 @lru_cache(maxsize=2)
 def _templates(style: str) -> tuple[list[tuple[str, float]], np.ndarray, np.ndarray]:
-    """Keys (shape, radius), conjugate transforms (k, 64, 33) and areas (k) of the regions that rendered shapes centred on (32, 32) give."""
+    """Keys (shape, radius), conjugate transforms (k, 64, 33) and areas (k) of the regions of shapes at (32, 32)."""
     keys = [(shape, float(radius)) for shape in SHAPES for radius in RADII]
     stack = []
     for shape, radius in keys:
@@ -196,8 +202,9 @@ def _fit(region: np.ndarray, colour: str, style: str) -> tuple[Object, float]:
 
 def _texture(pixels: np.ndarray, item: Object, scene: Scene) -> Object:
     """The object with the texture whose rendering is nearest to the picture inside the shape, over small shifts."""
-    inside = object_mask(replace(item, radius=0.92 * item.radius))
-    best: tuple[float, Object] | None = None
+    x, y, radius = item.circle()
+    inside = object_mask(replace(item, radius=0.92 * radius))
+    best, least = item, float("inf")
     seen = pixels[inside].max(-1)
     seen = seen / max(np.percentile(seen, 90), 1)
     for texture in TEXTURES:
@@ -205,30 +212,32 @@ def _texture(pixels: np.ndarray, item: Object, scene: Scene) -> Object:
             for dy in (-1.0, 0.0, 1.0) if texture == "dotted" else (0.0,):
                 if texture == "plain" and dx:
                     continue
-                trial = replace(item, texture=texture, x=item.x + dx, y=item.y + dy)
+                trial = replace(item, texture=texture, x=x + dx, y=y + dy)
                 drawn = render_array(replace(scene, objects=(trial,)))[inside].max(-1)
                 drawn = drawn / np.percentile(drawn, 90)
                 error = float(np.square(drawn - seen).mean())
-                if best is None or error < best[0]:
-                    best = (error, replace(item, texture=texture))
-    return best[1]
+                if error < least:
+                    best, least = replace(item, texture=texture), error
+    return best
 
 
 def _place(item: Object) -> Object:
     """A single object with its size and place."""
-    dx, dy = item.x - SIDE / 2, item.y - SIDE / 2
+    x, y, radius = item.circle()
+    dx, dy = x - SIDE / 2, y - SIDE / 2
     if max(abs(dx), abs(dy)) < 6:
         place = "centre"
     elif abs(dx) > abs(dy):
         place = "left" if dx < 0 else "right"
     else:
         place = "top" if dy < 0 else "bottom"
-    return replace(item, size="large" if item.radius > 12.5 else "small", place=place)
+    return replace(item, size="large" if radius > 12.5 else "small", place=place)
 
 
 def _relation(first: Object, second: Object) -> str:
     """Where the first object lies as seen from the second."""
-    dx, dy = first.x - second.x, first.y - second.y
+    (x, y, _), (other_x, other_y, _) = first.circle(), second.circle()
+    dx, dy = x - other_x, y - other_y
     if abs(dx) > abs(dy):
         return "left" if dx < 0 else "right"
     return "above" if dy < 0 else "below"

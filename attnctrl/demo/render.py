@@ -45,16 +45,17 @@ def _ring(radii: list[float], x: float, y: float) -> list[tuple[float, float]]:
 def _fine_mask(item: Object) -> np.ndarray:
     """Boolean (256, 256) mask of the shape on the fine grid."""
     canvas = Image.new("1", (SIDE * SCALE, SIDE * SCALE))
-    points = [(px * SCALE, py * SCALE) for px, py in outline_points(item.shape, item.x, item.y, item.radius)]
+    points = [(px * SCALE, py * SCALE) for px, py in outline_points(item.shape, *item.circle())]
     ImageDraw.Draw(canvas).polygon(points, fill=1)
     return np.asarray(canvas)
 
 
 def _texture_mask(item: Object) -> np.ndarray:
     """Boolean (256, 256): where stripes or dots would be, over the whole picture."""
+    x, y, _ = item.circle()
     coordinates = (np.arange(SIDE * SCALE) + 0.5) / SCALE
-    u = (coordinates - item.x + PERIOD / 2) % PERIOD - PERIOD / 2
-    v = (coordinates - item.y + PERIOD / 2) % PERIOD - PERIOD / 2
+    u = (coordinates - x + PERIOD / 2) % PERIOD - PERIOD / 2
+    v = (coordinates - y + PERIOD / 2) % PERIOD - PERIOD / 2
     if item.texture == "striped":
         return np.broadcast_to(np.abs(u) < PERIOD / 4, (SIDE * SCALE, SIDE * SCALE))
     if item.texture == "dotted":
@@ -70,7 +71,7 @@ def object_mask(item: Object, style: str | None = None) -> np.ndarray:
 def _edge(item: Object) -> np.ndarray:
     canvas = Image.new("1", (SIDE * SCALE, SIDE * SCALE))
     draw = ImageDraw.Draw(canvas)
-    points = [(px * SCALE, py * SCALE) for px, py in outline_points(item.shape, item.x, item.y, item.radius)]
+    points = [(px * SCALE, py * SCALE) for px, py in outline_points(item.shape, *item.circle())]
     inside, outside = (round(2 * side * SCALE) for side in OUTLINE)
     draw.line([*points, *points[:2]], fill=1, width=outside, joint="curve")
     draw.polygon(points, fill=0)
@@ -84,7 +85,7 @@ def _coverage(fine: np.ndarray) -> np.ndarray:
 
 def render_array(scene: Scene) -> np.ndarray:
     """float32 (64, 64, 3) in 0..255. Every attribute that is drawn must be set (see `sample_scene`)."""
-    if scene.background is None or scene.style is None or any(item.x is None for item in scene.objects):
+    if scene.background is None or scene.style is None:
         raise ValueError("only a complete scene can be rendered; sample_scene() gives one, a caption alone does not")
     fine = np.empty((SIDE * SCALE, SIDE * SCALE, 3), np.float32)
     fine[:] = BACKGROUNDS[scene.background]

@@ -1,11 +1,11 @@
 """Scenes of one or two objects, the captions that describe them, and how both are drawn at random.
 
-A `Scene` is a description: every attribute may be `None`, which means "not said". A caption states exactly the attributes that are set,
-`parse` inverts it, and `sample_scene` completes everything (with positions and radii in pixels of a 64x64 picture) so that it can be rendered.
+A `Scene` is a description: every attribute may be `None`, which means "not said". A caption states exactly the
+attributes that are set and `parse` inverts it. `sample_scene` gives complete ones, with positions and radii in pixels
+of a 64x64 picture, so that they can be rendered.
 
     one object    a large striped red circle at the left on a white background, outlined
-    two objects   a red circle left of a dotted blue square on a pink background
-"""
+    two objects   a red circle left of a dotted blue square on a pink background"""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ class Object:
     y: float | None = None
     radius: float | None = None
 
+    def circle(self) -> tuple[float, float, float]:
+        """(x, y, radius) of an object that has a place in the picture."""
+        if self.x is None or self.y is None or self.radius is None:
+            raise ValueError(f"{self} has no position; sample_scene() gives complete scenes, a caption alone does not")
+        return self.x, self.y, self.radius
+
     def phrase(self) -> str:
         """The noun phrase of the caption, without the article."""
         return " ".join(word for word in (self.size, self.texture, self.colour, self.shape) if word)
@@ -85,7 +91,7 @@ class Scene:
 
 
 def parse(caption: str) -> Scene:
-    """The scene a caption states; attributes it does not mention are None. Raises ValueError on a word outside the grammar."""
+    """The scene a caption states, None where it says nothing. ValueError on a word outside the grammar."""
     text = " ".join(caption.lower().replace(",", " , ").split())
     style = background = relation = None
     if " , " in text:
@@ -95,19 +101,20 @@ def parse(caption: str) -> Scene:
         text, ending = text.rsplit(" on a ", 1)
         background = ending.removesuffix(" background")
         _known(background, BACKGROUNDS, caption)
-    parts = [text]
+    parts: list[str] = [text]
     for name, words in RELATIONS.items():
         if f" {words} a " in text:
-            parts, relation = text.split(f" {words} a ", 1), name
+            parts = text.split(f" {words} a ", 1)
+            relation = name
             break
     return Scene(tuple(_parse_object(part, caption) for part in parts), relation, background, style)
 
 
 def _parse_object(text: str, caption: str) -> Object:
     place = None
-    for name, words in PLACES.items():
-        if text.endswith(f" {words}"):
-            place, text = name, text.removesuffix(f" {words}")
+    for name, ending in PLACES.items():
+        if text.endswith(f" {ending}"):
+            place, text = name, text.removesuffix(f" {ending}")
     words = text.removeprefix("a ").split()
     found: dict[str, str] = {}
     groups = {"size": SIZES, "texture": TEXTURES, "colour": tuple(COLOURS), "shape": SHAPES}
@@ -128,8 +135,10 @@ def _known(word: str, members, caption: str) -> None:
 
 
 def content_key(scene: Scene) -> str:
-    """What decides the split. Two objects: colours, shapes and relation, the same for "A left of B" and "B right of A".
-    One object: everything the caption states."""
+    """What decides the split.
+
+    Two objects: colours, shapes and relation, the same for "A left of B" and "B right of A". One object: everything the
+    caption states."""
     if len(scene.objects) == 2:
         first, second = scene.objects
         relation = scene.relation or ""
@@ -199,8 +208,9 @@ def _sample_pair_layout(rng: random.Random, relation: str) -> list[tuple[float, 
 
 
 def sample_caption(rng: random.Random, scene: Scene, state_background: bool = False) -> Scene:
-    """The caption scene of a complete scene: some attributes are left unsaid. "plain" is the only texture that may be omitted,
-    so an unsaid texture means a plain object."""
+    """The caption scene of a complete scene: some attributes are left unsaid.
+
+    "plain" is the only texture that may be omitted, so an unsaid texture means a plain object."""
 
     def said(value: str | None, chance: float) -> str | None:
         return value if rng.random() < chance else None
@@ -231,7 +241,9 @@ def sample_pair(rng: random.Random, kind: str = "any", held_out: bool = False) -
 
 
 def prompts(n: int, seed: int = 0, kind: str = "any", held_out: bool = True) -> list[str]:
-    """`n` different captions; `kind` is "single", "pair" or "any". Held-out ones were never trained on and always name the background."""
+    """`n` different captions; `kind` is "single", "pair" or "any".
+
+    Held-out ones were never trained on and always name the background."""
     rng = random.Random(f"{seed}-{kind}-{held_out}")
     found: dict[str, None] = {}
     while len(found) < n:

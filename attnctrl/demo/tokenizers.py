@@ -1,11 +1,12 @@
-"""Tokenizers of the demo models: the ordinary fast CLIP and T5 classes with one token for each word of the caption grammar.
+"""Tokenizers of the demo models: the fast CLIP and T5 classes with one token for each word of the caption grammar.
 
-Other words are spelled letter by letter: they run, they are several tokens long, and the models know nothing about them.
-"""
+Other words are spelled letter by letter: they run, they are several tokens long, and the models do not know them."""
 
 from __future__ import annotations
 
+import itertools
 import string
+from typing import Any
 
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
@@ -20,7 +21,8 @@ WORDS = sorted(
 )
 
 
-assert issubclass(T5Tokenizer, PreTrainedTokenizerFast)  # diffusers looks this name up here when it loads a ShortT5Tokenizer
+# diffusers looks for this name here when it loads a pipeline that has a ShortT5Tokenizer
+assert issubclass(T5Tokenizer, PreTrainedTokenizerFast)
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -29,8 +31,9 @@ def clip_tokenizer() -> CLIPTokenizer:
     vocabulary = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
     merges = [merge for word in _merge_order() for merge in _chain(word)]
     vocabulary += [left + right for left, right in merges]
+    unique: Any = list(dict.fromkeys(merges))
     ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
-    return CLIPTokenizer(vocab=ids, merges=list(dict.fromkeys(merges)), model_max_length=LENGTH)
+    return CLIPTokenizer(vocab=ids, merges=unique, model_max_length=LENGTH)
 
 
 def _chain(word: str) -> list[tuple[str, str]]:
@@ -56,7 +59,7 @@ def _merge_order() -> list[str]:
 def _apply(word: str, rank: dict[tuple[str, str], int]) -> list[str]:
     """Byte-pair encoding of one word: always the pair that ranks first."""
     symbols = [*word[:-1], word[-1] + "</w>"]
-    while pairs := [pair for pair in zip(symbols, symbols[1:], strict=False) if pair in rank]:
+    while pairs := [pair for pair in itertools.pairwise(symbols) if pair in rank]:
         best = min(pairs, key=rank.__getitem__)
         i = next(i for i in range(len(symbols)) if tuple(symbols[i : i + 2]) == best)
         symbols[i : i + 2] = ["".join(best)]
@@ -66,7 +69,7 @@ def _apply(word: str, rank: dict[tuple[str, str], int]) -> list[str]:
 class ShortT5Tokenizer(T5Tokenizer):
     """T5's tokenizer that never pads or cuts to more than `model_max_length` tokens.
 
-    FLUX pipelines ask for 512 tokens unless told otherwise and attend to the padding; the demo model was trained on 24."""
+    FLUX pipelines ask for 512 tokens unless told otherwise and attend to the padding; the demo model has seen 24."""
 
     def __call__(self, text=None, *args, max_length: int | None = None, **kwargs):
         if max_length is not None:
