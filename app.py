@@ -43,7 +43,6 @@ BLENDS = ("Off", "Words that differ", "Chosen words")
 EDITS = {"Automatic": "auto", "Replace word by word": "replace", "Add or remove words": "refine"}
 WINDOWS = {"unet": (0.8, 0.4), "mmdit": (0.4, 0.4)}  # cross and self, the defaults of these families
 STRENGTHS = (-2.0, 5.0)
-PROGRESS = gr.Progress()
 MAX_IMAGES, MAX_STEPS, MAX_SEED = 8, 200, 2**63 - 1
 
 
@@ -135,7 +134,7 @@ def device() -> str:
 
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:160]
 
 
 # ------------------------------------------------------------------------------------------------------- edit by prompt
@@ -173,6 +172,12 @@ class Settings:
             raise Problem(f"Steps must be a whole number from 1 to {MAX_STEPS}, not {self.steps!r}.")
         if not _whole(self.images, 1, MAX_IMAGES):
             raise Problem(f"The number of images must be from 1 to {MAX_IMAGES}, not {self.images!r}.")
+        counts = len(self.prompt.split()), len(self.edited.split())
+        if self.edit == "replace" and counts[0] != counts[1]:
+            raise Problem(
+                f"To replace word by word, both prompts need equally many words, not {counts[0]} and {counts[1]}. "
+                "Even them out, or let the prompts be matched automatically."
+            )
         if self.blend is True and self.prompt.split() == self.edited.split():
             raise Problem(
                 "The two prompts are the same, so no words differ. Change a word, choose the words to blend yourself, "
@@ -505,7 +510,7 @@ def _integer(number: Any) -> Any:
 
 
 def gallery(result: Result) -> list[tuple[Image.Image, str]]:
-    columns = [(result.source, "source"), (result.edit, "edit"), (result.masks or [], "mask: white may change")]
+    columns = [(result.source, "source"), (result.edit, "edit"), (result.masks or [], "mask")]
     return [(_shown(images[i]), name) for i in range(len(result.edit)) for images, name in columns if images]
 
 
@@ -518,6 +523,7 @@ def _shown(image: Image.Image) -> Image.Image:
 def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: str) -> None:
     """The tab "Edit by prompt"."""
     form: dict[str, Any] = {"strengths": gr.State({})}
+    refresh = gr.State(0)  # counted up when the sliders must show other strengths
     gr.Markdown(
         "Write a prompt and a changed version of it. Both pictures are made from one noise, and the second follows the "
         "attention of the first, so that only what you changed changes."
@@ -529,6 +535,12 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
             with gr.Row():
                 run = gr.Button("Run", variant="primary", min_width=120)
                 cancel = gr.Button("Cancel", variant="stop", min_width=120)
+            examples = gr.Dataset(
+                components=[gr.Textbox(visible=False)],
+                samples=[[name] for name, _ in EXAMPLES],
+                label="Examples: click one to run it",
+                type="index",
+            )
             form["model"] = gr.Radio(
                 [("UNet", "unet"), ("MMDiT", "mmdit")],
                 value=model if model in demo.NAMES else "unet",
@@ -543,64 +555,49 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
                 visible=models.only is None or model not in demo.NAMES,
                 interactive=models.only is None,
             )
-            with gr.Accordion("Strength of each word", open=True):
-                _word_sliders(form)
-            with gr.Accordion("Keep the rest as it is (local blend)", open=False):
-                form["blend"] = gr.Radio(list(BLENDS), value=DEFAULTS["blend"], label="Words whose region may change")
-                with gr.Row(visible=False) as chosen:
-                    form["blend_source"] = gr.Dropdown(
-                        [], multiselect=True, allow_custom_value=True, label="Of the source"
-                    )
-                    form["blend_edited"] = gr.Dropdown(
-                        [], multiselect=True, allow_custom_value=True, label="Of the edit"
-                    )
-                form["threshold"] = gr.Slider(
-                    0, 1, DEFAULTS["threshold"], step=0.05, label="Threshold", info="Higher: a smaller region."
-                )
-            with gr.Accordion("Windows: how long the edit follows the source", open=False):
-                form["cross"] = gr.Slider(
-                    0,
-                    1,
-                    DEFAULTS["cross"],
-                    step=0.05,
-                    label="Cross-attention",
-                    info="Part of the run. Less: freer edits.",
-                )
-                form["self_"] = gr.Slider(
-                    0, 1, DEFAULTS["self_"], step=0.05, label="Self-attention", info="More keeps shapes and layout."
-                )
-                form["edit"] = gr.Radio(list(EDITS), value=DEFAULTS["edit"], label="How the prompts are matched")
-            with gr.Accordion("Seed, steps, guidance, number of images", open=False):
-                form["seed"] = gr.Number(DEFAULTS["seed"], label="Seed", info="The same seed gives the same picture.")
-                form["steps"] = gr.Slider(1, 100, DEFAULTS["steps"], step=1, label="Steps")
-                form["guidance"] = gr.Slider(1, 15, DEFAULTS["guidance"], step=0.5, label="Guidance")
-                form["images"] = gr.Slider(1, MAX_IMAGES, DEFAULTS["images"], step=1, label="Images")
         with gr.Column(scale=7, min_width=320):
-            status = gr.Markdown("Ready.", min_height=56)
+            status = gr.Markdown("Ready. Press Run.", min_height=32)
             pictures = gr.Gallery(
-                label="Source, edit, mask",
-                columns=3,
-                object_fit="contain",
-                height="auto",
-                format="png",
-                interactive=False,
+                show_label=False, columns=3, object_fit="contain", height="max-content", format="png", interactive=False
             )
-            with gr.Accordion("What attention control did", open=False):
-                report = gr.Code(language=None, label="Report", lines=4, max_lines=20, show_line_numbers=False)
+            gr.Markdown("Source, edit and, with local blend, the mask: white is where the edit may differ.")
             with gr.Accordion("The same picture in Python", open=False):
-                code = gr.Code(language="python", label="Code", lines=4, show_line_numbers=False)
-            examples = gr.Dataset(
-                components=[gr.Textbox(visible=False)],
-                samples=[[name] for name, _ in EXAMPLES],
-                label="Examples: click one to run it",
-                type="index",
+                code = gr.Code(language="python", show_label=False, lines=4, show_line_numbers=False)
+            with gr.Accordion("What attention control did", open=False):
+                report = gr.Code(language=None, show_label=False, lines=4, max_lines=20, show_line_numbers=False)
+    with gr.Accordion("Strength of each word: 1 leaves it as it is, 0 removes its influence"):
+        _word_sliders(form, refresh)
+    with gr.Row():
+        with gr.Column(min_width=320), gr.Accordion("Keep the rest as it is (local blend)"):
+            form["blend"] = gr.Radio(list(BLENDS), value=DEFAULTS["blend"], label="Words whose region may change")
+            with gr.Column(visible=False) as chosen:
+                form["blend_source"] = gr.Dropdown([], multiselect=True, allow_custom_value=True, label="Of the source")
+                form["blend_edited"] = gr.Dropdown([], multiselect=True, allow_custom_value=True, label="Of the edit")
+            form["threshold"] = gr.Slider(
+                0, 1, DEFAULTS["threshold"], step=0.05, label="Threshold", info="Higher: a smaller region."
             )
+        with gr.Column(min_width=320), gr.Accordion("How long the edit follows the source"):
+            form["cross"] = gr.Slider(
+                0, 1, DEFAULTS["cross"], step=0.05, label="Cross-attention", info="Part of the run. Less: freer edits."
+            )
+            form["self_"] = gr.Slider(
+                0, 1, DEFAULTS["self_"], step=0.05, label="Self-attention", info="More keeps shapes and layout."
+            )
+            form["edit"] = gr.Radio(list(EDITS), value=DEFAULTS["edit"], label="How the prompts are matched")
+        with gr.Column(min_width=320), gr.Accordion("Seed, steps, guidance, number of images"):
+            form["seed"] = gr.Number(DEFAULTS["seed"], label="Seed", info="The same seed gives the same picture.")
+            form["steps"] = gr.Slider(1, 100, DEFAULTS["steps"], step=1, label="Steps")
+            form["guidance"] = gr.Slider(1, 15, DEFAULTS["guidance"], step=0.5, label="Guidance")
+            form["images"] = gr.Slider(1, MAX_IMAGES, DEFAULTS["images"], step=1, label="Images")
 
     names, fields = list(form), list(form.values())
     outputs = [status, pictures, report, code]
 
-    def start(request: gr.Request, progress: gr.Progress = PROGRESS, *values: Any) -> Iterator[Any]:
-        yield from show(models, dict(zip(names, values, strict=True)), running, str(request.session_hash), progress)
+    def start(request: gr.Request, *values: Any) -> Iterator[Any]:
+        yield from show(models, dict(zip(names, values, strict=True)), running, str(request.session_hash))
+
+    def halt(request: gr.Request) -> str:
+        return stop_run(running, str(request.session_hash))
 
     options: dict[str, Any] = {
         "concurrency_limit": 1,
@@ -610,10 +607,10 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
     }
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     started = gr.on([run.click, form["prompt"].submit, form["edited"].submit], start, fields, outputs, **options)
-    from_example = examples.click(partial(fill, names), examples, fields, **quick).then(
+    from_example = examples.click(partial(fill, names), [examples, refresh], [*fields, refresh], **quick).then(
         start, fields, outputs, **options
     )
-    cancel.click(partial(stop_run, running), None, status, cancels=[started, from_example], **quick)
+    cancel.click(halt, None, status, cancels=[started, from_example], **quick)
 
     form["model"].input(lambda name: WINDOWS[name], form["model"], [form["cross"], form["self_"]], **quick)
     form["blend"].change(lambda way: gr.Row(visible=way == BLENDS[2]), form["blend"], chosen, **quick)
@@ -621,12 +618,12 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
         form[prompt].change(choices, [form[prompt], form[chosen_words]], form[chosen_words], **quick)
 
 
-def _word_sliders(form: Mapping[str, Any]) -> None:
+def _word_sliders(form: Mapping[str, Any], refresh: gr.State) -> None:
     """A slider for each word of the edited prompt.  Their values live in the state `strengths`, {label: strength}."""
 
     @gr.render(
         inputs=[form["edited"], form["strengths"]],
-        triggers=[form["edited"].change, gr.context.Context.root_block.load],
+        triggers=[form["edited"].change, refresh.change, gr.context.Context.root_block.load],
         show_progress="hidden",
     )
     def sliders(prompt: str, strengths: dict[str, float]) -> None:
@@ -636,7 +633,13 @@ def _word_sliders(form: Mapping[str, Any]) -> None:
         with gr.Row():
             for label in words:
                 slider = gr.Slider(
-                    *STRENGTHS, strengths.get(label, 1), step=0.1, label=label, min_width=180, buttons=[]
+                    *STRENGTHS,
+                    strengths.get(label, 1),
+                    step=0.1,
+                    label=label,
+                    min_width=180,
+                    buttons=[],
+                    interactive=True,
                 )
                 slider.change(
                     partial(_set_strength, label),
@@ -659,8 +662,8 @@ def choices(prompt: str, chosen: list[str] | None) -> Any:
     return gr.Dropdown(choices=list(words), value=[word for word in chosen or () if word in words])
 
 
-def fill(names: Sequence[str], index: int) -> list[Any]:
-    """The fields `names` of the form as an example has them."""
+def fill(names: Sequence[str], index: int, refreshed: int) -> list[Any]:
+    """The fields `names` of the form as an example has them, and the count of refreshes."""
     example = EXAMPLES[index][1]
     values = {
         **DEFAULTS,
@@ -669,7 +672,7 @@ def fill(names: Sequence[str], index: int) -> list[Any]:
     }
     for prompt, chosen in (("prompt", "blend_source"), ("edited", "blend_edited")):
         values[chosen] = gr.Dropdown(choices=list(words_of(values[prompt])), value=values[chosen])
-    return [values[name] for name in names]
+    return [*(values[name] for name in names), refreshed + 1]
 
 
 def show(
@@ -677,7 +680,6 @@ def show(
     form: Mapping[str, Any],
     running: dict[str, threading.Event],
     user: str,
-    progress: Callable[..., Any] = lambda *_, **__: None,
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
     """A run for the page: status, gallery, report, code."""
     stop = running[user] = threading.Event()
@@ -691,24 +693,28 @@ def show(
                 done = f"Done in {news.seconds:.1f} s with {settings.model}, seed {settings.seed}.{note}"
                 yield done, gallery(news), news.report, news.code
             else:
-                if news.total:
-                    progress((news.step, news.total), desc=news.text)
                 seen = [
                     (_shown(image), name) for image, name in zip(news.preview or (), ("source", "edit"), strict=False)
                 ]
-                yield news.text, seen or same, same, same
+                yield progress_bar(news), seen or same, same, same
     except Cancelled:
         yield "Cancelled.", same, same, same
     except Problem as problem:
-        raise gr.Error(str(problem), duration=20, print_exception=False, title="Please change something") from None
+        raise gr.Error(str(problem), duration=20, print_exception=False) from None
     finally:
         if running.get(user) is stop:
             del running[user]
 
 
-def stop_run(running: dict[str, threading.Event], request: gr.Request) -> str:
-    """Stops the run of the user who asks."""
-    stop = running.get(str(request.session_hash))
+def progress_bar(news: Progress, length: int = 20) -> str:
+    """gradio's own bar is for functions that return once; a generator that shows previews writes its own."""
+    done = length * news.step // max(news.total, 1)
+    return f"{news.text} {'▰' * done}{'▱' * (length - done)}" if news.total else f"{news.text} ..."
+
+
+def stop_run(running: Mapping[str, threading.Event], user: str) -> str:
+    """Stops the run of this user; the others' go on."""
+    stop = running.get(user)
     if stop is None:
         return "Nothing is running."
     stop.set()
