@@ -602,14 +602,15 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
     options: dict[str, Any] = {
         "concurrency_limit": 1,
         "concurrency_id": "model",
-        "show_progress_on": status,
+        "show_progress_on": pictures,
         "api_visibility": "private",
     }
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     started = gr.on([run.click, form["prompt"].submit, form["edited"].submit], start, fields, outputs, **options)
-    from_example = examples.click(partial(fill, names), [examples, refresh], [*fields, refresh], **quick).then(
-        start, fields, outputs, **options
-    )
+    # only events of the queue tell gr.render that a state changed
+    from_example = examples.click(
+        partial(fill, names), [examples, refresh], [*fields, refresh], **{**quick, "queue": True}
+    ).then(start, fields, outputs, **options)
     cancel.click(halt, None, status, cancels=[started, from_example], **quick)
 
     form["model"].input(lambda name: WINDOWS[name], form["model"], [form["cross"], form["self_"]], **quick)
@@ -659,7 +660,7 @@ def _set_strength(label: str, value: float, strengths: dict[str, float]) -> dict
 def choices(prompt: str, chosen: list[str] | None) -> Any:
     """The words of a prompt to choose from; what was chosen stays if it is still there."""
     words = words_of(prompt or "")
-    return gr.Dropdown(choices=list(words), value=[word for word in chosen or () if word in words])
+    return gr.update(choices=list(words), value=[word for word in chosen or () if word in words])
 
 
 def fill(names: Sequence[str], index: int, refreshed: int) -> list[Any]:
@@ -671,7 +672,7 @@ def fill(names: Sequence[str], index: int, refreshed: int) -> list[Any]:
         **example,
     }
     for prompt, chosen in (("prompt", "blend_source"), ("edited", "blend_edited")):
-        values[chosen] = gr.Dropdown(choices=list(words_of(values[prompt])), value=values[chosen])
+        values[chosen] = gr.update(choices=list(words_of(values[prompt])), value=values[chosen])
     return [*(values[name] for name in names), refreshed + 1]
 
 
@@ -716,7 +717,7 @@ def stop_run(running: Mapping[str, threading.Event], user: str) -> str:
     """Stops the run of this user; the others' go on."""
     stop = running.get(user)
     if stop is None:
-        return "Nothing is running."
+        return "No run of yours is going on."
     stop.set()
     return "Cancelled."
 
