@@ -8,30 +8,34 @@ from typing import Any
 from .families import Family
 from .tokens import Encoded, concat, encode
 
-__all__ = ["encode_for", "flatten"]
+__all__ = ["Prompts", "check_call", "encode_for", "flatten"]
 
 Prompts = Sequence[str | Encoded] | Sequence[Sequence[str | Encoded]]
 """[source, target, ...], or several such edits [[source, target], [source, target, target], ...]."""
 
 
 def encode_for(pipeline: Any, family: Family, prompt: str | Encoded, length: int) -> Encoded:
-    """`prompt` through the tokenizers of `pipeline`, in a text sequence of `length` positions.  An `Encoded` passes if its length is right.
+    """`prompt` through the tokenizers of `pipeline`, in a text sequence of `length` positions.  An `Encoded` passes if its
+    length is right.
 
     Raises ValueError when the pipeline has no tokenizer, or the lengths differ.
     """
     if isinstance(prompt, Encoded):
         if prompt.length != length:
-            raise ValueError(f"{prompt.prompt!r} was encoded to {prompt.length} positions, the denoiser's text has {length}")
+            raise ValueError(
+                f"{prompt.prompt!r} was encoded to {prompt.length} positions, the denoiser's text has {length}"
+            )
         return prompt
     text = prompt.lower().strip() if family.lowers else prompt
     template = getattr(pipeline, "prompt_template_encode", "{}")
     drop = getattr(pipeline, "prompt_template_encode_start_idx", 0)
-    parts = []
+    parts: list[Encoded] = []
     for name, own in family.texts:
         tokenizer = getattr(pipeline, name, None)
         if tokenizer is None:
             raise ValueError(
-                f"{type(pipeline).__name__} has no {name} to find the words of {prompt!r} with; pass prompts as attnctrl.tokens.encode(tokenizer, ...)"
+                f"{type(pipeline).__name__} has no {name} to find the words of {prompt!r} with; "
+                "pass prompts as attnctrl.tokens.encode(tokenizer, ...)"
             )
         rest = length - sum(part.length for part in parts)
         parts.append(encode(tokenizer, text, rest if own is None else own, template=template, drop=drop))
@@ -60,3 +64,10 @@ def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
         sources += [len(flat)] * len(group)
         flat += group
     return flat, sources
+
+
+def check_call(name: str, prompts: Sequence[str | Encoded], texts: Sequence[str] | None) -> None:
+    """Raises ValueError when the pipeline was called with other `texts` (None: not known) than the control `name` is for."""
+    ours = [prompt.prompt if isinstance(prompt, Encoded) else prompt for prompt in prompts]
+    if texts is not None and list(texts) != ours:
+        raise ValueError(f"the pipeline was called with the prompts {list(texts)}, {name} was made for {ours}")

@@ -2,38 +2,52 @@
 
 After every scheduler step, a target's latents keep the source's outside the words that were edited:
     W_r  = sum over steps so far, coarse cross-attention layers, heads and word tokens of the edited map of row r
-    M_r  = resize(maxpool3(W_r)) / max > threshold             (subtracted words: no max-pool, their own threshold)
-    x_t <- x_s + (M_s or M_t) and not (N_s or N_t) * (x_t - x_s)
+    M_r  = resize(maxpool3(W_r)) / max > threshold           (N_r, subtracted words: no max-pool, their own threshold)
+    x_t <- x_t where (M_s or M_t) and not (N_s or N_t), else x_s
 The maps are never formed: W is the attention op applied to 0/1 columns, in float32, seen from outside the edit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..alignment import indicator
-from ..call import Attend, AttentionCall, Site, StepCall, StepFunction
-from ..prompts import Prompts, encode_for, flatten
+from ..call import Attend, AttentionCall, DenoiseCall, Rows, Site, StepCall, StepFunction, Tokens
+from ..families import site_tokens
+from ..prompts import Prompts, check_call, encode_for, flatten
 from ..tokens import Encoded, Word
 
 __all__ = ["LocalBlend", "quarter_sites"]
 
 Words = Sequence[Word | Sequence[Word]]
+Grid = tuple[int, ...]
 
 
 def quarter_sites(sites: Sequence[Site]) -> list[Site]:
-    """Cross or joint sites at a quarter of the latent's side (16x16 of 64x64 in the authors' code), or the nearest finer resolution there is."""
+    """Cross or joint sites at a quarter of the latent's side (16x16 of 64x64 in the authors' code), or the nearest
+    finer resolution there is."""
     found = [site for site in sites if site.kind in ("cross", "joint")]
     finer = [site.scale for site in found if site.scale <= 4]
     scale = max(finer) if finer else min((site.scale for site in found), default=1)
     return [site for site in found if site.scale == scale]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """How the conditional rows of a call are looked at, and what was seen so far."""
+
+    rows: Rows
+    index: Int[Tensor, "b"]  # their batch entries
+    columns: Float[Tensor, "b 1 m c"]  # 1 on the keys of the words, and of the subtracted ones
+    total: Float[Tensor, "rows n c"]
 
 
 @dataclass(eq=False)
@@ -41,12 +55,13 @@ class LocalBlend:
     """Keep the source image outside the edited words.  Give it before the edit: it reads the edited maps.
 
     prompts    [source, target, ...] as given to the pipeline, or a list of such edits
-    words      for each prompt, the word or words whose region may change
+    words      for each prompt, the word or words whose region may change ([] for none)
     subtract   for each prompt, the word or words whose region may not
     threshold  of the normalised maps, for words and subtracted words; below 0 the region is everything
     start      from which fraction of the run on latents are blended (maps are gathered from the first step)
     sites      a selector or a function choosing sites; all must have one resolution
-    masks      after a run: (images, height, width) or (images, frames, height, width), True where an image could differ from its source
+    masks      after a run: (images, height, width) or (images, frames, height, width), True where an image could
+               differ from its source; None before the first blend
 
     Raises ValueError when a prompt does not have its word.
     """
@@ -64,9 +79,9 @@ class LocalBlend:
 
     masks: Bool[Tensor, "images ..."] | None = field(default=None, init=False, repr=False)
     _run: Any = field(default=None, init=False, repr=False)
-    _maps: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
-    _columns: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _grid: tuple[int, ...] | None = field(default=None, init=False, repr=False)
+    _probes: dict[Any, _Probe | None] = field(default_factory=dict, init=False, repr=False)
+    _now: tuple[Rows | None, _Probe | None] = field(default=(None, None), init=False, repr=False)
+    _grid: Grid | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._flat, self._source_of = flatten(self.prompts)
@@ -82,50 +97,87 @@ class LocalBlend:
         out = attend(call)
         if call.probe or call.kind not in self.kinds:
             return out
-        table = call.table
-        cond = [i for i, (branch, _, _, variant) in enumerate(table.table()) if branch == "cond" and variant == ""]
-        if not cond:
+        rows, probe = self._now
+        if rows is None or rows != call.rows:  # a part of the rows, folded rows, or a call made by hand
+            m, device = call.key.shape[2], call.query.device
+            probe = self._probe(call.table, call.kind, call.query_tokens, call.key_tokens, m, device)
+        if probe is None:
             return out
-        probe = call.take(cond)
+        value = probe.columns.to(call.value.dtype).expand(-1, call.query.shape[1], -1, -1)
+        seen = call.borrow(probe.index).replace(value=value, rows=probe.rows, probe=True)
         if call.kind == "joint":
-            probe = probe.queries("image")
-        columns = self._probe_columns(probe)  # (b, 1, m, c)
-        value = columns.expand(-1, call.query.shape[1], -1, -1)
-        seen = attend(probe.replace(value=value, probe=True)).float().mean(1)  # (b, n, c)
-        self._see(seen, probe)
+            seen = seen.queries("image")
+        weights = attend(seen).detach().float().mean(1)  # (b, n, c)
+        probe.total.add_(weights.reshape(probe.total.shape))
         return out
 
-    def _see(self, seen: Float[Tensor, "b n c"], call: AttentionCall) -> None:
-        grid = call.grid
+    def begin_run(self, run: Any) -> None:
+        self._run = run
+        self._probes.clear()
+        self._now, self._grid, self.masks = (None, None), None, None
+        check_call("LocalBlend", self._flat, run.prompts)
+
+    def begin(self, call: DenoiseCall) -> None:
+        """Words are found, and room is made for the maps, outside any compiled graph."""
+        count = max(call.rows.prompt) + 1
+        if count != len(self._flat):
+            raise ValueError(f"LocalBlend was made for {len(self._flat)} prompts, the pipeline runs {count}")
+        family, geometry = self._run.family(call.denoiser), self._run.geometry(call.denoiser)
+        probe = None
+        for site in self._run.sites_of(self):
+            if site.denoiser == call.denoiser:
+                queries, keys = site_tokens(site, family, geometry)
+                length = sum(segment.length for segment in keys.segments)
+                probe = self._probe(call.rows, site.kind, queries, keys, length, call.latents.device)
+        self._now = call.rows, probe
+
+    def _probe(
+        self, table: Rows, kind: str, queries: Tokens, keys: Tokens, m: int, device: torch.device
+    ) -> _Probe | None:
+        grid = queries["image"].grid if "image" in queries else None
         if self._grid is not None and grid != self._grid:
-            raise ValueError(f"LocalBlend gathers maps of one resolution, but its sites have {self._grid} and {grid}; choose with sites=...")
+            raise ValueError(
+                f"LocalBlend gathers maps of one resolution, but its sites have {self._grid} and {grid}; "
+                "choose with sites=..."
+            )
+        start, length = (keys["text"].start, keys["text"].length) if kind == "joint" else (0, m)
+        key = (table, start, length, m, grid, device)
+        if key not in self._probes:
+            self._probes[key] = self._make_probe(table, start, length, m, grid, device)
+        return self._probes[key]
+
+    def _make_probe(
+        self, table: Rows, start: int, length: int, m: int, grid: Grid | None, device: torch.device
+    ) -> _Probe | None:
+        cond = [i for i, (branch, _, _, variant) in enumerate(table.table()) if branch == "cond" and variant == ""]
+        if not cond:
+            return None
+        if grid is None:
+            raise ValueError("LocalBlend needs the image's grid in query_tokens")
         self._grid = grid
-        table = call.table
-        for i, (prompt, image) in enumerate(zip(table.prompt, table.image, strict=True)):
-            part = seen[i * table.fold : (i + 1) * table.fold].flatten(0, 1)
-            before = self._maps.get((prompt, image))
-            self._maps[prompt, image] = part if before is None else before + part
+        rows = table.take(cond)
+        columns = torch.zeros(len(rows), m, 1 if self.subtract is None else 2)
+        for i, prompt in enumerate(rows.prompt):
+            encoded = self._encode(self._flat[prompt], length)
+            for c, given in enumerate((self.words, self.subtract)):
+                if given is not None:
+                    columns[i, start : start + length, c] = indicator(encoded, given[prompt]).float()
+        entries = (torch.tensor(cond)[:, None] * rows.fold + torch.arange(rows.fold)).flatten()
+        return _Probe(
+            rows=rows,
+            index=entries.to(device),
+            columns=columns.repeat_interleave(rows.fold, 0)[:, None].to(device),
+            total=torch.zeros(len(rows), math.prod(grid), columns.shape[-1], device=device),
+        )
 
-    def _probe_columns(self, call: AttentionCall) -> Float[Tensor, "b 1 m c"]:
-        table, m, value = call.table, call.key.shape[2], call.value
-        start, length = (0, m) if call.kind == "cross" else (call.key_tokens["text"].start, call.key_tokens["text"].length)
-        key = (table, m, start, length, value.device, value.dtype)
-        if key not in self._columns:
-            columns = torch.zeros(len(table), m, 1 if self.subtract is None else 2, dtype=value.dtype)
-            for i, prompt in enumerate(table.prompt):
-                encoded = self._encode(self._flat[prompt], length, call.site)
-                for c, given in enumerate((self.words, self.subtract)):
-                    if given is not None:
-                        columns[i, start : start + length, c] = indicator(encoded, given[prompt]).to(value.dtype)
-            self._columns[key] = columns.repeat_interleave(table.fold, 0)[:, None].to(value.device)
-        return self._columns[key]
-
-    def _encode(self, prompt: str | Encoded, length: int, site: Site) -> Encoded:
+    def _encode(self, prompt: str | Encoded, length: int) -> Encoded:
         if self._run is not None:
-            return encode_for(self._run.pipeline, self._run.family(site.denoiser), prompt, length)
+            return encode_for(self._run.pipeline, self._run.family(self._run.sites[0].denoiser), prompt, length)
         if isinstance(prompt, Encoded):
             return prompt
-        raise ValueError(f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)")
+        raise ValueError(
+            f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)"
+        )
 
     # -------------------------------------------------------------------------------------------------------- blending
 
@@ -134,39 +186,37 @@ class LocalBlend:
         if call.step.index < int(self.start * call.step.total):
             return latents
         entries = list(zip(call.rows.prompt, call.rows.image, strict=True))
-        missing = [entry for entry in entries if entry not in self._maps]
-        if missing:
-            raise RuntimeError(f"LocalBlend saw no attention of (prompt, image) {missing}; its sites did not run")
         at = {entry: i for i, entry in enumerate(entries)}
         sources = torch.tensor([at[self._source_of[prompt], image] for prompt, image in entries], device=latents.device)
         own = self._own_masks(entries, call)  # (images, c, *grid of the latents)
-        change = (own | own[sources])[:, 0]
-        if own.shape[1] > 1:
-            change = change & ~(own | own[sources])[:, 1]
+        either = own | own[sources]
+        change = either[:, 0] if self.subtract is None else either[:, 0] & ~either[:, 1]
         self.masks = change
         where = change.flatten(1)[..., None] if call.packed else change[:, None]
         return torch.where(where, latents, latents[sources])
 
     def _own_masks(self, entries: Sequence[tuple[int, int]], call: StepCall) -> Bool[Tensor, "images c ..."]:
-        maps = torch.stack([self._maps[entry] for entry in entries])  # (images, n, c)
-        grid = self._grid
-        assert grid is not None and call.grid is not None  # attention has run
-        maps = maps.movedim(-1, 1).unflatten(-1, grid)  # (images, c, *grid)
-        frames = maps.movedim(2, 1).flatten(0, 1) if len(grid) == 3 else maps
-        frames = torch.cat((F.max_pool2d(frames[:, :1], 3, stride=1, padding=1), frames[:, 1:]), dim=1)
-        if len(grid) == 3:
-            frames = frames.unflatten(0, (len(entries), grid[0])).movedim(1, 2)
-        resized = F.interpolate(frames, size=call.grid, mode="nearest")
-        peak = resized.flatten(2).amax(-1).reshape(*resized.shape[:2], *(1 for _ in call.grid))
+        sums = self._sums()
+        if not any(seen.any() for seen in sums.values()):
+            raise RuntimeError("LocalBlend saw no attention: its sites did not run")
+        grid, size = self._grid, call.grid
+        assert grid is not None and size is not None  # attention has run
+        maps = torch.stack([sums[entry] for entry in entries]).movedim(-1, 1)  # (images, c, n)
+        flat = maps.reshape(*maps.shape[:2], -1, *grid[-2:])  # (images, c, frames, height, width)
+        pooled = F.max_pool3d(flat[:, :1], (1, 3, 3), stride=1, padding=(0, 1, 1))
+        maps = torch.cat((pooled, flat[:, 1:]), dim=1).unflatten(2, grid[:-2] or (1,))
+        maps = F.interpolate(maps if len(grid) == 3 else maps[:, :, 0], size=size, mode="nearest")
+        peak = maps.flatten(2).amax(-1)
         limits = self.threshold if isinstance(self.threshold, tuple) else (self.threshold, self.threshold)
-        limit = torch.tensor(limits[: resized.shape[1]], device=resized.device, dtype=resized.dtype)
-        return resized / peak > limit.reshape(1, -1, *(1 for _ in call.grid))
+        limit = torch.tensor(limits[: maps.shape[1]], device=maps.device, dtype=maps.dtype)
+        peak, limit = (x.reshape(*x.shape, *(1 for _ in size)) for x in (peak, limit))
+        return (maps / peak > limit) | (limit < 0)  # without words 0 / 0, which is above no threshold
 
-    def begin_run(self, run: Any) -> None:
-        self._run = run
-        self._maps.clear()
-        self._columns.clear()
-        self._grid, self.masks = None, None
-        ours = [prompt.prompt if isinstance(prompt, Encoded) else prompt for prompt in self._flat]
-        if run.prompts is not None and list(run.prompts) != ours:
-            raise ValueError(f"the pipeline was called with the prompts {list(run.prompts)}, LocalBlend was made for {ours}")
+    def _sums(self) -> dict[tuple[int, int], Float[Tensor, "n c"]]:
+        """What was seen of each (prompt, image), over all ways its rows came."""
+        sums: dict[tuple[int, int], Tensor] = {}
+        for probe in self._probes.values():
+            if probe is not None:
+                for entry, seen in zip(zip(probe.rows.prompt, probe.rows.image, strict=True), probe.total, strict=True):
+                    sums[entry] = sums[entry] + seen if entry in sums else seen
+        return sums

@@ -87,7 +87,11 @@ def test_cross_edits_with_the_rows_own_masks(seed):
     q, k, v = tensors(seed, 2 * count, 9, LENGTH)
     lengths = torch.randint(8, LENGTH + 1, (2 * count, 1, 1, 1), generator=torch.Generator().manual_seed(seed))
     closed = torch.arange(LENGTH) >= lengths  # (rows, 1, 1, keys)
-    for mask in (~closed, torch.zeros(closed.shape, dtype=torch.float64).masked_fill(closed, -1e4), (~closed).expand(-1, 2, 9, -1)):
+    for mask in (
+        ~closed,
+        torch.zeros(closed.shape, dtype=torch.float64).masked_fill(closed, -1e4),
+        (~closed).expand(-1, 2, 9, -1),
+    ):
         for step in (0, 3, 6):
             call = AttentionCall(q, k, v, mask=mask, kind="cross", rows=cfg_rows(count), step=Step(step, STEPS))
             assert (ours.attention(call, attend) - theirs.attention(q, k, v, step, True, mask)).abs().max() <= 1e-10
@@ -100,7 +104,9 @@ def test_cross_edits_with_a_bias(seed):
     rows = 2 * len(theirs.prompts)
     q, k, v = tensors(seed, rows, 9, LENGTH)
     left, _, right = (x[..., :2] for x in tensors(seed + 1, rows, 9, LENGTH))
-    call = AttentionCall(q, k, v, bias=(Bias(left, right),), kind="cross", rows=cfg_rows(rows // 2), step=Step(2, STEPS))
+    call = AttentionCall(
+        q, k, v, bias=(Bias(left, right),), kind="cross", rows=cfg_rows(rows // 2), step=Step(2, STEPS)
+    )
     assert (ours.attention(call, attend) - theirs.attention(q, k, v, 2, True, left @ right.mT)).abs().max() <= 1e-10
 
 
@@ -183,7 +189,15 @@ def test_joint_maps_exact(order, seed):
     open_ = torch.rand(rows, 1, 1, n, generator=torch.Generator().manual_seed(seed)) < 0.8
     for step, mask in itertools.product((0, 2, 4, 6), (None, open_)):
         call = AttentionCall(
-            q, k, v, mask=mask, kind="joint", rows=cfg_rows(rows // 2), step=Step(step, STEPS), query_tokens=tokens, key_tokens=tokens
+            q,
+            k,
+            v,
+            mask=mask,
+            kind="joint",
+            rows=cfg_rows(rows // 2),
+            step=Step(step, STEPS),
+            query_tokens=tokens,
+            key_tokens=tokens,
         )
         start, stop = ours.self_ if isinstance(ours.self_, tuple) else (0, ours.self_)
         self_on = int(start * STEPS) <= step < int(stop * STEPS)
@@ -197,13 +211,19 @@ def test_joint_image_queries_and_keys(order, factor):
     prompts = ["a red cat on grass", "a squirrel on the grass", "a cat"]
     tokens, n = joint_tokens(order), LENGTH + IMAGE
     ours = PromptToPrompt(
-        [encoded(p, LENGTH) for p in prompts], cross=1.0, self_=(0.2, 0.6), joint="image_qk", reweight=None if factor is None else {"cat": factor}
+        [encoded(p, LENGTH) for p in prompts],
+        cross=1.0,
+        self_=(0.2, 0.6),
+        joint="image_qk",
+        reweight=None if factor is None else {"cat": factor},
     )
     q, k, v = tensors(0, 6, n, n)
     image = slice(tokens["image"].start, tokens["image"].start + IMAGE)
     text = tokens["text"].start
     for step in range(10):
-        call = AttentionCall(q, k, v, kind="joint", rows=cfg_rows(3), step=Step(step, 10), query_tokens=tokens, key_tokens=tokens)
+        call = AttentionCall(
+            q, k, v, kind="joint", rows=cfg_rows(3), step=Step(step, 10), query_tokens=tokens, key_tokens=tokens
+        )
         queries, keys = q.clone(), k.clone()
         if 2 <= step < 6:
             queries[3:, :, image], keys[3:, :, image] = q[3, :, image], k[3, :, image]
@@ -230,7 +250,16 @@ def test_the_edit_is_linear_in_the_value(kind, seed):
     q, k, v = tensors(seed, rows, n, m)
     g = torch.Generator().manual_seed(seed)
     columns = torch.randn(2, rows, 1, m, 3, generator=g, dtype=torch.float64).expand(-1, -1, 2, -1, -1)
-    call = AttentionCall(q, k, v, kind="joint" if joint else kind, rows=cfg_rows(rows // 2), step=Step(1, STEPS), probe=True, site=Site(scale=4))
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        kind="joint" if joint else kind,
+        rows=cfg_rows(rows // 2),
+        step=Step(1, STEPS),
+        probe=True,
+        site=Site(scale=4),
+    )
     if joint:
         call = call.replace(query_tokens=tokens, key_tokens=tokens)
 

@@ -43,7 +43,13 @@ def test_windows_of_no_steps_are_the_plain_run_bit_for_bit(family, cfg):
 @guided
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"edit": "refine"}, {"cross": 1.0, "self_": 1.0}, {"cross": (0.2, 0.6), "self_": (0.2, 0.6)}, {"joint": "image_qk", "self_": 0.6}],
+    [
+        {},
+        {"edit": "refine"},
+        {"cross": 1.0, "self_": 1.0},
+        {"cross": (0.2, 0.6), "self_": (0.2, 0.6)},
+        {"joint": "image_qk", "self_": 0.6},
+    ],
     ids=str,
 )
 def test_an_edit_to_the_same_prompt_is_the_source_bit_for_bit(family, cfg, settings):
@@ -191,7 +197,7 @@ class Explicit(PromptToPrompt):
             return attend(call)
         self.calls += 1
         steps = self._steps(call.step)
-        windows = self._windows(joint=self._is_joint())
+        windows = self._windows(any(site.kind == "joint" for site in self._run.sites))
         tables = self._tables_for(self._run.geometry(call.site.denoiser).text, steps, windows[0])
         moment = tables.moment[call.step.index]
         logits = call.query @ call.key.mT * (call.query.shape[-1] ** -0.5 if call.scale is None else call.scale)

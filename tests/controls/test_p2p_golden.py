@@ -30,7 +30,9 @@ def test_cross_edits_are_the_authors_to_1e_10(case):
     params, prompts = facts["params"], facts["prompts"]
     control = PromptToPrompt(
         [encoded(p) for p in prompts],
-        cross={("default" if k == "default_" else k): w for k, w in cross.items()} if isinstance(cross := params["cross_replace_steps"], dict) else cross,
+        cross={("default" if k == "default_" else k): w for k, w in cross.items()}
+        if isinstance(cross := params["cross_replace_steps"], dict)
+        else cross,
         self_=params["self_replace_steps"],
         edit="auto" if params["edit"] == "reweight" else params["edit"],
         reweight=params.get("equalizer"),
@@ -48,7 +50,9 @@ def test_self_replacement_is_the_authors():
     facts, t = load("self_replace")
     for name, limit in facts["params"]["limits"].items():
         q, k, v = (t[f"{name}.{x}"] for x in "qkv")
-        control = PromptToPrompt([encoded(p) for p in facts["prompts"]], self_=tuple(facts["params"]["self_replace_steps"]), limit=limit)
+        control = PromptToPrompt(
+            [encoded(p) for p in facts["prompts"]], self_=tuple(facts["params"]["self_replace_steps"]), limit=limit
+        )
         for step in (1, 2, 4, 5):
             ours = control.attention(call(q, k, v, "self", step, facts["num_steps"], 3, scale=facts["scale"]), attend)
             torch.testing.assert_close(ours, t[f"{name}.out_step{step}"], rtol=0, atol=2e-5)
@@ -61,7 +65,12 @@ def test_the_restated_algorithm_is_the_authors():
         params = facts["params"]
         edit = None if params["edit"] == "reweight" else params["edit"]
         theirs = Controller(
-            facts["prompts"], facts["num_steps"], params["cross_replace_steps"], params["self_replace_steps"], edit, params.get("equalizer")
+            facts["prompts"],
+            facts["num_steps"],
+            params["cross_replace_steps"],
+            params["self_replace_steps"],
+            edit,
+            params.get("equalizer"),
         )
         assert torch.equal(theirs.alpha, t["alpha_time_words"])
         if edit == "replace":
