@@ -313,8 +313,8 @@ class _StepEnd:
 
 def preview(ready: ReadyPipeline, latents: torch.Tensor) -> list[Image.Image] | None:
     """Unfinished latents (rows, ...) as pictures; None where that is not cheap (offload) or not known (videos)."""
-    pipe = ready.pipe
-    vae = getattr(pipe, "vae", None)
+    pipe: Any = ready.pipe
+    vae: Any = getattr(pipe, "vae", None)
     scale = getattr(getattr(vae, "config", None), "scaling_factor", None)
     if scale is None or hasattr(vae, "_hf_hook"):
         return None
@@ -520,7 +520,7 @@ def _shown(image: Image.Image) -> Image.Image:
     return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST) if times > 1 else image
 
 
-def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: str) -> None:
+def edit_by_prompt(page: gr.Blocks, models: Models, running: dict[str, threading.Event], model: str) -> None:
     """The tab "Edit by prompt"."""
     form: dict[str, Any] = {"strengths": gr.State({})}
     refresh = gr.State(0)  # counted up when the sliders must show other strengths
@@ -556,23 +556,29 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
                 interactive=models.only is None,
             )
         with gr.Column(scale=7, min_width=320):
-            status = gr.Markdown("Ready. Press Run.", min_height=32)
+            status = gr.Markdown("Ready. Press Run.", min_height=64)
             pictures = gr.Gallery(
                 show_label=False, columns=3, object_fit="contain", height="max-content", format="png", interactive=False
             )
             gr.Markdown("Source, edit and, with local blend, the mask: white is where the edit may differ.")
             with gr.Accordion("The same picture in Python", open=False):
-                code = gr.Code(language="python", show_label=False, lines=4, show_line_numbers=False)
+                code = gr.Code(language="python", show_label=False, lines=4, show_line_numbers=False, wrap_lines=True)
             with gr.Accordion("What attention control did", open=False):
-                report = gr.Code(language=None, show_label=False, lines=4, max_lines=20, show_line_numbers=False)
-    with gr.Accordion("Strength of each word: 1 leaves it as it is, 0 removes its influence"):
-        _word_sliders(form, refresh)
+                report = gr.Code(
+                    language=None, show_label=False, lines=4, max_lines=20, show_line_numbers=False, wrap_lines=True
+                )
+    with gr.Accordion("Strength of each word: 1 is unchanged"):
+        _word_sliders(page, form, refresh)
     with gr.Row():
         with gr.Column(min_width=320), gr.Accordion("Keep the rest as it is (local blend)"):
             form["blend"] = gr.Radio(list(BLENDS), value=DEFAULTS["blend"], label="Words whose region may change")
             with gr.Column(visible=False) as chosen:
-                form["blend_source"] = gr.Dropdown([], multiselect=True, allow_custom_value=True, label="Of the source")
-                form["blend_edited"] = gr.Dropdown([], multiselect=True, allow_custom_value=True, label="Of the edit")
+                form["blend_source"] = gr.Dropdown(
+                    list(words_of(DEFAULTS["prompt"])), multiselect=True, allow_custom_value=True, label="Of the source"
+                )
+                form["blend_edited"] = gr.Dropdown(
+                    list(words_of(DEFAULTS["edited"])), multiselect=True, allow_custom_value=True, label="Of the edit"
+                )
             form["threshold"] = gr.Slider(
                 0, 1, DEFAULTS["threshold"], step=0.05, label="Threshold", info="Higher: a smaller region."
             )
@@ -584,7 +590,7 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
                 0, 1, DEFAULTS["self_"], step=0.05, label="Self-attention", info="More keeps shapes and layout."
             )
             form["edit"] = gr.Radio(list(EDITS), value=DEFAULTS["edit"], label="How the prompts are matched")
-        with gr.Column(min_width=320), gr.Accordion("Seed, steps, guidance, number of images"):
+        with gr.Column(min_width=320), gr.Accordion("Seed, steps, guidance, images"):
             form["seed"] = gr.Number(DEFAULTS["seed"], label="Seed", info="The same seed gives the same picture.")
             form["steps"] = gr.Slider(1, 100, DEFAULTS["steps"], step=1, label="Steps")
             form["guidance"] = gr.Slider(1, 15, DEFAULTS["guidance"], step=0.5, label="Guidance")
@@ -602,7 +608,7 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
     options: dict[str, Any] = {
         "concurrency_limit": 1,
         "concurrency_id": "model",
-        "show_progress_on": pictures,
+        "show_progress_on": status,
         "api_visibility": "private",
     }
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -619,12 +625,12 @@ def edit_by_prompt(models: Models, running: dict[str, threading.Event], model: s
         form[prompt].change(choices, [form[prompt], form[chosen_words]], form[chosen_words], **quick)
 
 
-def _word_sliders(form: Mapping[str, Any], refresh: gr.State) -> None:
+def _word_sliders(page: gr.Blocks, form: Mapping[str, Any], refresh: gr.State) -> None:
     """A slider for each word of the edited prompt.  Their values live in the state `strengths`, {label: strength}."""
 
     @gr.render(
         inputs=[form["edited"], form["strengths"]],
-        triggers=[form["edited"].change, refresh.change, gr.context.Context.root_block.load],
+        triggers=[form["edited"].change, refresh.change, page.load],
         show_progress="hidden",
     )
     def sliders(prompt: str, strengths: dict[str, float]) -> None:
@@ -638,7 +644,7 @@ def _word_sliders(form: Mapping[str, Any], refresh: gr.State) -> None:
                     strengths.get(label, 1),
                     step=0.1,
                     label=label,
-                    min_width=180,
+                    min_width=200,
                     buttons=[],
                     interactive=True,
                 )
@@ -734,7 +740,7 @@ def build(models: Models | None = None, model: str = "unet") -> gr.Blocks:
     with gr.Blocks(title="attnctrl", analytics_enabled=False, delete_cache=(3600, 24 * 3600)) as page:
         gr.Markdown("# attnctrl: attention control for diffusion models")
         with gr.Tab("Edit by prompt"):
-            edit_by_prompt(models, running, model)
+            edit_by_prompt(page, models, running, model)
     return page.queue(default_concurrency_limit=8)
 
 
