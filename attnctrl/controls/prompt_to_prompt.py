@@ -129,7 +129,7 @@ class PromptToPrompt:
         self._form = self.joint or "exact"
         self._noise = SharedNoise(self.prompts)
 
-    # ------------------------------------------------------------------------------------------------------ attention
+    # ------------------------------------------------------------------------ attention
 
     def attention(self, call: AttentionCall, attend: Attend) -> Float[Tensor, "b h n c"]:
         plan = self._plan_for(call)
@@ -203,7 +203,7 @@ class PromptToPrompt:
         *frames, height, width = call.latent
         return tokens <= math.prod(frames) * math.ceil(height * self.limit) * math.ceil(width * self.limit)
 
-    # ------------------------------------------------------------------------------------------------ shared noise
+    # ------------------------------------------------------------------------ shared noise
 
     def denoise(self, call: DenoiseCall, denoise: Denoise) -> Prediction:
         return self._noise.denoise(call, denoise) if self.share_noise else denoise(call)

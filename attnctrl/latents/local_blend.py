@@ -91,7 +91,7 @@ class LocalBlend:
         if not 0 <= self.start <= 1:
             raise ValueError(f"start is a fraction of the run in [0, 1], not {self.start!r}")
 
-    # ------------------------------------------------------------------------------------------------------- gathering
+    # ------------------------------------------------------------------------ gathering
 
     def attention(self, call: AttentionCall, attend: Attend) -> Float[Tensor, "b h n c"]:
         out = attend(call)
@@ -179,7 +179,7 @@ class LocalBlend:
             f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)"
         )
 
-    # -------------------------------------------------------------------------------------------------------- blending
+    # ------------------------------------------------------------------------ blending
 
     def step(self, call: StepCall, step: StepFunction) -> Tensor:
         latents = step(call)

@@ -1,10 +1,11 @@
 """Prompt-to-prompt as its authors wrote it: maps formed, edited and multiplied.  A second statement to test against.
 
-Tokens here are given by hand: a prompt is its words, `PIECES` splits some of them, and the sequence is BOS, tokens, EOS, pads.
+Tokens here are given by hand: a prompt is its words, `PIECES` splits some of them, and the sequence is BOS, tokens, EOS
+and pads.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def alpha_words(prompts: Sequence[str], steps: int, cross: Windows, length: int)
 
 @dataclass
 class Controller:
-    """Edits the maps (rows, heads, pixels, keys) of the conditional rows, source first; keeps the cross maps it was told to."""
+    """Edits the maps (rows, heads, pixels, keys) of the conditional rows, source first."""
 
     prompts: Sequence[str]
     steps: int
@@ -114,7 +115,6 @@ class Controller:
     corrected: bool = True
     limit: int = 256
     length: int = 77
-    sums: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         source, *targets = self.prompts
@@ -170,7 +170,7 @@ def softmax(q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | Non
 
 @dataclass
 class Blend:
-    """The null-text version of LocalBlend: maps are sums over steps of lists of edited maps (rows, heads, pixels, keys)."""
+    """The null-text version of LocalBlend, given each layer's sum of edited maps (rows, heads, pixels, keys)."""
 
     prompts: Sequence[str]
     words: Sequence[Any]

@@ -1,4 +1,4 @@
-"""The fused form against maps formed, edited and multiplied, in float64, over random prompts, words, windows and factors."""
+"""The fused form against maps formed, edited and multiplied, in float64: random prompts, words, windows and factors."""
 
 import itertools
 import random
@@ -152,7 +152,7 @@ def test_images_of_a_prompt_and_edits_of_a_batch_do_not_mix(seed):
         assert (got[mine] - ours.attention(call, attend)).abs().max() <= 1e-12
 
 
-# --------------------------------------------------------------------------------------------------------- joint attention
+# ---------------------------------------------------------------------------- joint attention
 
 IMAGE = 10
 
@@ -164,7 +164,8 @@ def joint_tokens(order):
 
 
 def explicit_joint(theirs, q, k, v, tokens, step, self_on, mask=None):
-    """Image queries of each target: text columns edited as in cross-attention, other columns the source's or their own; text queries plain."""
+    """Image queries of each target: text columns edited as in cross-attention, other columns the source's or their own.
+    Text queries stay plain."""
     maps = softmax(q, k, mask)
     half = len(maps) // 2
     text, image = (slice(tokens[name].start, tokens[name].start + tokens[name].length) for name in ("text", "image"))
@@ -234,7 +235,7 @@ def test_joint_image_queries_and_keys(order, factor):
         assert (ours.attention(call, attend) - maps @ v).abs().max() <= 1e-10
 
 
-# ------------------------------------------------------------------------------------------------------- linear in the value
+# ---------------------------------------------------------------------------- linear in the value
 
 
 @pytest.mark.parametrize("kind", ["cross", "self", "joint", "image_qk"])

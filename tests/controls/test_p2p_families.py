@@ -182,7 +182,7 @@ def test_mochi_is_refused():
         attach(FAMILIES["mochi"].build(), PromptToPrompt(prompts_for(FAMILIES["mochi"], SOURCE, TARGET)))
 
 
-# ------------------------------------------------------------------------------------------------------------- exactness
+# ---------------------------------------------------------------------------- exactness
 
 
 class Explicit(PromptToPrompt):
