@@ -740,11 +740,16 @@ class Run:
 
     def close(self) -> None:
         """Take the controls off; the pipeline is as it was.  Calling it again does nothing."""
+        for message in self._close():
+            warnings.warn(message, stacklevel=2)
+
+    def _close(self) -> list[str]:
+        """Close, and say which controls were never called."""
         if self.closed:
-            return
+            return []
         self.closed = True
         session = self._session
-        self._warn_unused()
+        unused = self._unused()
         self._final = self.report()
         session.runs.remove(self)
         if session.runs:
@@ -754,14 +759,19 @@ class Run:
             session.close()
             _sessions.pop(id(session.target), None)
         _close_op()
+        return unused
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        unused = self._close()
+        if error is None:  # else the error is the news
+            for message in unused:
+                warnings.warn(message, stacklevel=2)
 
-    def _warn_unused(self) -> None:
+    def _unused(self) -> list[str]:
+        unused = []
         hooks = list(self._session.denoisers.values())
         for control in self.controls:
             if not hasattr(control, "attention"):
@@ -769,7 +779,8 @@ class Run:
             slots = [slot for hook in hooks for slot in hook.slots if control in slot.controls]
             if not any(slot.calls or slot.compiled for slot in slots):
                 ran = "the denoiser never ran" if not any(hook.calls for hook in hooks) else "its sites never ran"
-                warnings.warn(f"{_name(control)} was attached but never called: {ran}", stacklevel=3)
+                unused.append(f"{_name(control)} was attached but never called: {ran}")
+        return unused
 
     def report(self) -> Report:
         """What happened so far: order of controls, sites, calls, kernels and reasons; printable."""

@@ -1,4 +1,4 @@
-"""Edit a generated image by editing its prompt (prompt-to-prompt, arXiv:2208.01626), on any supported diffusers pipeline."""
+"""Edit a generated image by editing its prompt (prompt-to-prompt, arXiv:2208.01626), on any supported pipeline."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ Blend = bool | Word | Sequence[Any]
 
 @dataclass(frozen=True)
 class PromptToPromptOutput:
-    """images: the edited images, those of an edit next to each other; source: the unedited ones; masks: where each edited image could differ from its source
-    (white), None without blend; report: what attention control did."""
+    """What came of an edit.
+
+    images   the edited images, those of an edit next to each other
+    source   the unedited images
+    masks    where each edited image could differ from its source (white), for videos a list of frames; None without
+             blend
+    report   what attention control did
+    """
 
     images: Any
     source: Any
-    masks: list[Image.Image] | None
+    masks: list[Any] | None
     report: Report
 
 
@@ -61,31 +67,30 @@ class PromptToPromptPipeline(ReadyPipeline):
 
         words        {word of an edit: window} in which it follows the source, in place of the window `cross`
         strengths    {word of an edit: factor} on its attention
-        blend        keep the source outside the words that differ (True), or outside the words given: one for all prompts, or one entry (a word or a list)
-                     per prompt, the source first
+        blend        keep the source outside the words that differ (True), or outside the words given: one for all
+                     prompts, or one entry (a word or a list) per prompt, the source first
         cross, self_, edit, joint    see `attnctrl.controls.PromptToPrompt`; None: the defaults of the model's family
         threshold, blend_start, blend_sites    see `attnctrl.latents.LocalBlend`
-        kwargs       anything else the pipeline takes: generator, num_inference_steps, guidance_scale, negative_prompt, callback_on_step_end,
-                     height, width, output_type ...
+        kwargs       anything else the pipeline takes: generator (one, or one for each of `num_images_per_prompt`),
+                     num_inference_steps, guidance_scale, negative_prompt, callback_on_step_end, height, width ...
 
-        Raises ValueError naming the argument, before anything is generated, when prompts or words do not fit.
+        Raises ValueError, before the first step, when prompts or words do not fit.
         """
-        edits = [edits] if isinstance(edits, str) else list(edits)
-        if not prompt.strip() or not edits or not all(text.strip() for text in edits):
-            raise ValueError(f"prompt and edits must not be empty, got prompt={prompt!r}, edits={edits!r}")
-        if "prompt" in kwargs or "image" in kwargs:
-            raise ValueError("prompt and image are not passed on: the edit starts from generated images")
-        prompts = [prompt, *edits]
+        prompts = [prompt, *([edits] if isinstance(edits, str) else edits)]
+        for text in prompts:
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"prompt and edits are texts and must not be empty, got {prompts!r}")
+        if len(prompts) == 1:
+            raise ValueError("edits must hold at least one prompt")
+        for name in ("prompt", "image"):
+            if name in kwargs:
+                raise ValueError(f"{name} is not passed on: the edit starts from images generated here")
         if words:
-            default = cross if cross is not None else {}
-            cross = {**(default if isinstance(default, Mapping) else {"default": default}), **words}
-            if "default" not in cross and "default_" not in cross:
-                raise ValueError("words gives windows to single words; give the window of the others too, cross=0.8")
-        control = PromptToPrompt(
-            prompts, cross=cross, self_=self_, edit=edit, joint=joint, reweight=strengths
-        )
-        controls: list[Any] = [control]
-        local: LocalBlend | None = None
+            cross = {**(cross if isinstance(cross, Mapping) else {"default": cross}), **words}  # type: ignore[dict-item]
+        controls: list[Any] = [
+            PromptToPrompt(prompts, cross=cross, self_=self_, edit=edit, joint=joint, reweight=strengths)
+        ]
+        local = None
         if blend is not False and blend is not None:
             local = LocalBlend(prompts, _blend_words(blend, prompts), threshold=threshold, start=blend_start)
             if blend_sites is not None:
@@ -95,24 +100,26 @@ class PromptToPromptPipeline(ReadyPipeline):
         for name, value in kwargs.items():  # diffusers takes one negative prompt per prompt
             if name.startswith("negative_prompt") and isinstance(value, str):
                 kwargs[name] = [value] * len(prompts)
+        generator = kwargs.get("generator")
+        if isinstance(generator, list) and len(generator) == num_images_per_prompt:
+            kwargs["generator"] = [*generator, *(_copy(g) for _ in prompts[1:] for g in generator)]
         with attach(self.pipe, *controls) as run:
             result = self.pipe(prompts, num_images_per_prompt=num_images_per_prompt, **kwargs)
-        images = result.images if hasattr(result, "images") else result.frames if hasattr(result, "frames") else result[0]
-        masks = None
+        images = result[0]  # `images` or `frames`, or the first entry with return_dict=False
+        count, masks = num_images_per_prompt, None
         if local is not None and local.masks is not None:
-            masks = [_picture(mask, images[0]) for mask in local.masks[num_images_per_prompt:]]
-        return PromptToPromptOutput(images[num_images_per_prompt:], images[:num_images_per_prompt], masks, run.report())
+            masks = [_picture(mask, images[0]) for mask in local.masks[count:].cpu()]
+        return PromptToPromptOutput(images[count:], images[:count], masks, run.report())
 
 
-def changed_words(prompt: str, edit: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """The words in which two prompts differ, each with its occurrence; all words of a prompt that lost nothing are compared by longest match."""
-    a, b = prompt.split(), edit.split()
-    ours: list[tuple[str, int]] = []
-    theirs: list[tuple[str, int]] = []
-    for tag, i, j, k, n in SequenceMatcher(a=a, b=b, autojunk=False).get_opcodes():
+def changed_words(prompt: str, edit: str) -> tuple[list[int], list[int]]:
+    """Numbers of the words in which two prompts differ, in the one and in the other."""
+    ours: list[int] = []
+    theirs: list[int] = []
+    for tag, i, j, k, n in SequenceMatcher(a=prompt.split(), b=edit.split(), autojunk=False).get_opcodes():
         if tag != "equal":
-            ours += [(a[x], a[:x].count(a[x])) for x in range(i, j)]
-            theirs += [(b[x], b[:x].count(b[x])) for x in range(k, n)]
+            ours += range(i, j)
+            theirs += range(k, n)
     return ours, theirs
 
 
@@ -120,21 +127,26 @@ def _blend_words(blend: Blend, prompts: Sequence[str]) -> list[Any]:
     """One entry of words per prompt."""
     if blend is True:
         pairs = [changed_words(prompts[0], edit) for edit in prompts[1:]]
-        source = list(dict.fromkeys(word for ours, _ in pairs for word in ours))
-        entries = [source, *(theirs for _, theirs in pairs)]
+        entries = [sorted({word for ours, _ in pairs for word in ours}), *(theirs for _, theirs in pairs)]
         if not any(entries):
-            raise ValueError("blend=True takes the words that differ, and the prompts do not differ; name the words to blend")
-        if not source:  # only additions: what the source has there is what the new words' region covers
-            entries[0] = []
+            raise ValueError("blend=True takes the words that differ, and the prompts do not; name the words to blend")
         return entries
-    if isinstance(blend, Sequence) and not isinstance(blend, str) and as_words(blend) == list(blend) and len(blend) == len(prompts):
-        return list(blend)
-    if isinstance(blend, str | int | tuple):
+    if isinstance(blend, str | int) or (isinstance(blend, tuple) and as_words(blend) == [blend]):
         return [blend] * len(prompts)
+    if isinstance(blend, Sequence) and len(blend) == len(prompts):
+        return list(blend)
     raise ValueError(f"blend is True, a word, or one entry per prompt ({len(prompts)}), not {blend!r}")
 
 
-def _picture(mask: torch.Tensor, like: Any) -> Image.Image:
-    """A mask as a black and white picture of the images' size (its own size for latents)."""
-    picture = Image.fromarray(mask.cpu().numpy().astype(np.uint8) * 255)
+def _copy(generator: torch.Generator) -> torch.Generator:
+    copy = torch.Generator(generator.device)
+    copy.set_state(generator.get_state())
+    return copy
+
+
+def _picture(mask: torch.Tensor, like: Any) -> Any:
+    """A mask as a black and white picture of the images' size (its own size for latents); frames as a list of them."""
+    if mask.ndim == 3:
+        return [_picture(frame, like) for frame in mask]
+    picture = Image.fromarray(mask.numpy().astype(np.uint8) * 255)
     return picture.resize(like.size, Image.Resampling.NEAREST) if isinstance(like, Image.Image) else picture
