@@ -14,8 +14,13 @@ SOURCE, TARGET, LONGER = "a red cat on grass", "a blue dog on grass", "a red cat
 STEPS = 5
 
 
-@functools.cache
 def pipe_of(name: str, dtype: torch.dtype = torch.float32):
+    """One pipeline for all tests of a process."""
+    return _pipe(name, dtype)
+
+
+@functools.cache
+def _pipe(name: str, dtype: torch.dtype):
     family = FAMILIES.get(name) or VARIANTS[name]
     return family.build(dtype=dtype, with_text=family.text)
 
