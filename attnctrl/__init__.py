@@ -16,7 +16,7 @@ from .call import (
     StepCall,
     Tokens,
 )
-from .intercept import Run, attach
+from .run import Run, attach
 from .sites import HeadSet
 
 __all__ = [

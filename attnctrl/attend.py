@@ -49,8 +49,9 @@ def _with_bias(query: Tensor, key: Tensor, scale: float, biases: tuple[Bias, ...
     return torch.cat((query, *lefts), dim=-1), torch.cat((key, *rights), dim=-1)
 
 
-def reasons_against(backend: str, call: AttentionCall) -> list[str]:
-    """Why the user's attention backend cannot run this call; empty when it can."""
+def reasons_against(backend: str, call: AttentionCall, kernel: Kernel) -> list[str]:
+    """Why the user's attention backend cannot run this call; empty when it can.  `kernel.takes` names the arguments it knows."""
+    takes = getattr(kernel, "takes", frozenset({"attn_mask", "is_causal", "scale"}))
     reasons = []
     if torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value)):
         reasons.append("gradients are taken, and only the native kernel's are relied on")
@@ -58,8 +59,10 @@ def reasons_against(backend: str, call: AttentionCall) -> list[str]:
         reasons.append("the call has a bias, which widens the heads")
     if call.value.shape[-1] != call.query.shape[-1]:
         reasons.append("the value is not as wide as the query")
-    if call.mask is not None and any(word in backend for word in ("flash", "sage", "flex")):
+    if call.mask is not None and ("attn_mask" not in takes or any(word in backend for word in ("flash", "sage"))):
         reasons.append("it takes no mask")
-    if call.scale is not None and "flex" in backend:
+    if call.scale is not None and "scale" not in takes:
         reasons.append("its scale is fixed")
+    if call.causal and "is_causal" not in takes:
+        reasons.append("it is never causal")
     return reasons

@@ -183,6 +183,11 @@ class Tokens:
 
     segments: tuple[Segment, ...] = ()
 
+    @property
+    def length(self) -> int:
+        """Number of tokens described; 0 where nothing is known."""
+        return sum(segment.length for segment in self.segments)
+
     def __contains__(self, name: str) -> bool:
         return any(segment.name == name for segment in self.segments)
 

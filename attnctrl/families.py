@@ -7,6 +7,7 @@ says what was assumed.  Names are those of diffusers 0.42.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,13 @@ import torch
 
 from .call import Segment, Site, Tokens
 
-__all__ = ["FAMILIES", "Family", "Geometry", "family_of", "find_sites", "site_tokens", "unknown"]
+__all__ = ["FAMILIES", "Family", "Geometry", "family_of", "find_sites", "linear_layers", "site_tokens", "unknown"]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one denoiser call: the latent's own (frames, height, width or height, width), the image's token grid (None for UNets, whose
-    sites differ), the text length, and the grids of reference images that follow the image tokens."""
+    """Sizes of one denoiser call: the latent's own (frames, height, width or height, width; empty where unknown), the image's token grid (None for
+    UNets, whose sites differ), the text length, and the grids of reference images that follow the image tokens."""
 
     latent: tuple[int, ...]
     grid: tuple[int, ...] | None = None
@@ -41,6 +42,7 @@ class Family:
     order: segments of a joint sequence, in order
     branches: rows of a batched classifier-free guidance call, in order; calls: branches of separate calls, in order
     measure: (inputs of forward, model) -> Geometry
+    packed: 0 for latents with a height and width; for latents that are tokens, their channels per `out_channels` of the denoiser
     joint: the default of methods that know two forms of joint attention
     texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the sequence);
         lowers: whether the pipeline lower-cases and strips prompts first
@@ -55,7 +57,7 @@ class Family:
     branches: tuple[str, ...] = ("uncond", "cond")
     calls: tuple[str, ...] = ()
     latent_input: str = "hidden_states"
-    packed: bool = False
+    packed: int = 0
     joint: str = "exact"
     texts: tuple[tuple[str, int | None], ...] = (("tokenizer", None),)
     lowers: bool = False
@@ -137,7 +139,7 @@ FAMILIES: tuple[Family, ...] = (
         measure=_flux,
         order=("text", "image", "references"),
         calls=("cond", "uncond"),
-        packed=True,
+        packed=1,
         texts=(("tokenizer_2", None),),
     ),
     Family(
@@ -171,7 +173,7 @@ FAMILIES: tuple[Family, ...] = (
         measure=_qwen,
         order=("text", "image", "references"),
         calls=("cond", "uncond"),
-        packed=True,
+        packed=4,
     ),
     Family(
         name="wan",
@@ -229,7 +231,7 @@ def find_sites(model: torch.nn.Module, family: Family, denoiser: str) -> list[tu
     """Every softmax-attention layer of the denoiser with its module, in order of execution."""
     found = []
     for name, module in model.named_modules():
-        place = _place(name, module, family) if hasattr(module, "processor") else None
+        place = _place(name, module, family) if hasattr(module, "processor") and not _is_linear(module) else None
         if place is None:
             continue
         kind, where, block = place
@@ -285,27 +287,26 @@ def _coarser(size: int, scale: int) -> int:
 def site_tokens(site: Site, family: Family, geometry: Geometry) -> tuple[Tokens, Tokens]:
     """Segments of the queries and of the keys at this site for sizes `geometry`."""
     grid = geometry.grid or tuple(_coarser(size, site.scale) for size in geometry.latent)
-    length = 1
-    for size in grid:
-        length *= size
-    image = [("image", length, grid)]
-    references = []
-    for i, reference in enumerate(geometry.references):
-        size = 1
-        for n in reference:
-            size *= n
-        references.append((f"reference:{i}", size, reference))
+    image = [("image", math.prod(grid), grid)]
+    references = [(f"reference:{i}", math.prod(sizes), sizes) for i, sizes in enumerate(geometry.references)]
     text = [("text", geometry.text or 0, None)]
     if site.kind == "cross":
         return _line(image + references), _line(text)
     if site.kind == "joint":
-        if not family.order:
-            return Tokens(), Tokens()
         parts: dict[str, list[Any]] = {"image": image, "text": text, "references": references}
         joint = _line([part for name in family.order for part in parts[name]])
         return joint, joint
     own = _line(image + references)
     return own, own
+
+
+def linear_layers(model: torch.nn.Module) -> list[str]:
+    """Names of attention layers without a softmax, which no control can reach."""
+    return [name for name, module in model.named_modules() if _is_linear(module)]
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return "Linear" in type(getattr(module, "processor", None)).__name__
 
 
 def _line(parts: Sequence[tuple[str, int, tuple[int, ...] | None]]) -> Tokens:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .call import Rows
-from .families import Family
+from .families import Family, Geometry
 
-__all__ = ["branches_of", "latents_of", "rows_of", "with_latents"]
+__all__ = ["branches_of", "fold", "latents_of", "rows_of", "with_latents"]
+
+Scaled = Callable[[Tensor], Tensor]
 
 # rows of a batched guidance call, by pipeline, where they are not the family's
 _PIPELINE_BRANCHES: Mapping[str, tuple[str, ...]] = {
@@ -50,23 +55,33 @@ def rows_of(
     )
 
 
-def latents_of(fed: Tensor, images: int, channels: int | None, tokens: int | None) -> Tensor:
-    """One row per image of what the pipeline fed the denoiser, without appended channels (`channels` are the latent's own) or, for packed latents,
-    appended reference tokens (`tokens` are the image's own)."""
+@lru_cache(maxsize=256)
+def fold(rows: Rows, batch: int) -> Rows:
+    """The table for an operation with `batch` entries: frames or pixels of a row lie in the batch, row-major."""
+    if batch % len(rows):
+        raise ValueError(
+            f"an attention operation has {batch} batch entries for the denoiser's {len(rows)} rows: this model does not keep rows together"
+        )
+    return dataclasses.replace(rows, fold=batch // len(rows))
+
+
+def latents_of(fed: Tensor, images: int, family: Family, geometry: Geometry, model: Any) -> Tensor:
+    """One row per image of what the pipeline fed the denoiser, without the channels or reference tokens it appended."""
     latents = fed[:images]
-    if tokens is not None:
-        latents = latents[:, :tokens]
-    dim = 1 if tokens is None else 2
-    return latents if channels is None or channels >= latents.shape[dim] else latents.narrow(dim, 0, channels)
+    if family.packed and geometry.grid is not None:
+        latents = latents[:, : math.prod(geometry.grid)]
+    own = getattr(model.config, "out_channels", None)
+    dim = 2 if family.packed else 1
+    own = own * family.packed if own and family.packed else own
+    return latents if own is None or own >= latents.shape[dim] else latents.narrow(dim, 0, own)
 
 
-def with_latents(inputs: Mapping[str, Any], name: str, latents: Tensor, rows: Rows, images: int, scale: Any) -> dict[str, Any]:
+def with_latents(inputs: Mapping[str, Any], family: Family, latents: Tensor, rows: Rows, images: int, scaled: Scaled | None) -> dict[str, Any]:
     """The inputs with `latents` (one row per image) scaled, repeated over the rows, and put in front of what the pipeline appended."""
-    old = inputs[name]
-    scaled = latents if scale is None else scale(latents)
+    old = inputs[family.latent_input]
     index = torch.tensor([origin % images for origin in rows.origin], device=old.device)
-    new = scaled.to(old.dtype)[index]
-    return {**inputs, name: new if new.shape == old.shape else _in_front(old, new)}
+    new = (latents if scaled is None else scaled(latents)).to(old.dtype)[index]
+    return {**inputs, family.latent_input: new if new.shape == old.shape else _in_front(old, new)}
 
 
 def _in_front(old: Tensor, new: Tensor) -> Tensor:

@@ -44,11 +44,11 @@ _TOKEN = re.compile(
 )
 
 
-def select(sites: Sequence[Site], selector: str) -> list[Site]:
-    """The sites that `selector` matches, in their order.  Raises ValueError for a bad selector or when nothing matches."""
+def select(sites: Sequence[Site], selector: str, *, missing_ok: bool = False) -> list[Site]:
+    """The sites that `selector` matches, in their order.  Raises ValueError for a bad selector, and (unless missing_ok) when nothing matches."""
     test = _parse(selector)
     found = [site for site in sites if test(site)]
-    if not found:
+    if not found and not missing_ok:
         raise ValueError(f"no site matches {selector!r}; this model has {describe(sites)}")
     return found
 

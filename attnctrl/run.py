@@ -1,0 +1,283 @@
+"""`attach`: controls on a pipeline until the run is closed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from . import intercept
+from .call import DenoiseCall, Site
+from .chain import STAGES, stage
+from .families import Family, Geometry
+from .report import ControlReport, Report, SiteReport
+from .session import Denoiser, Session, denoisers_of
+from .sites import HeadSet, describe, select
+
+__all__ = ["Run", "attach"]
+
+LEVELS = ("attention", "denoise", "step")
+
+
+class Run:
+    """Controls attached to a pipeline.  Use it as a context manager, or call `close()`."""
+
+    def __init__(self, session: Session, controls: Sequence[Any]) -> None:
+        self._session = session
+        self._chosen: dict[int, set[Site]] = {}
+        self._final: Report | None = None
+        self.controls = tuple(controls)
+        self.begun = False  # whether controls were told that the pipeline runs
+        self.closed = False
+
+    # -- what controls may ask
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline attached to; None for a bare denoiser."""
+        return self._session.pipeline
+
+    @property
+    def prompts(self) -> list[str] | None:
+        """The texts of the current pipeline call, where it was given texts."""
+        asked = self._session.now.asked
+        return None if asked is None else asked.texts
+
+    @property
+    def sites(self) -> list[Site]:
+        """All softmax-attention layers of the pipeline's denoisers."""
+        return [site for denoiser in self._session.denoisers.values() for site in denoiser.sites]
+
+    def family(self, denoiser: str) -> Family:
+        """The table's row of a denoiser, by the name of the component."""
+        return self._session.denoisers[denoiser].family
+
+    def geometry(self, denoiser: str) -> Geometry:
+        """Sizes of the current call of this denoiser."""
+        geometry = self._session.denoisers[denoiser].geometry
+        if geometry is None:
+            raise RuntimeError(f"{denoiser} has not run yet")
+        return geometry
+
+    def sites_of(self, control: Any) -> list[Site]:
+        """The sites this control reaches."""
+        return [site for site in self.sites if self.reaches(control, site)]
+
+    def reaches(self, control: Any, site: Site) -> bool:
+        return site in self._chosen.get(id(control), ())
+
+    def at(self, index: int, total: int) -> None:
+        """Say where the loop is, for a denoiser that is used without a pipeline; index 0 begins a run."""
+        self._session.index, self._session.total, self._session.calls = index, total, 0
+        if index == 0:
+            self.begun = False
+
+    # -- called by the session
+
+    def resolve(self, denoiser: Denoiser) -> None:
+        """Choose each control's sites in a denoiser that came to the pipeline."""
+        _refuse(self.controls, denoiser)
+        for control in self.controls:
+            if hasattr(control, "attention"):
+                self._chosen.setdefault(id(control), set()).update(_matching(control, denoiser.sites))
+
+    def begin(self, call: DenoiseCall) -> None:
+        """Before each call of a denoiser, outside any compiled graph."""
+        if not self.begun:
+            for control in self.controls:
+                if hasattr(control, "begin_run"):
+                    control.begin_run(self)
+            self.begun = True
+        for control in self.controls:
+            if hasattr(control, "begin"):
+                control.begin(call)
+
+    # -- life
+
+    def close(self) -> None:
+        """Take the controls off: the pipeline is as it was.  Calling it again does nothing."""
+        if self.closed:
+            return
+        with intercept.lock:
+            self.closed = True
+            self._final = self._report()
+            session = self._session
+            if self in session.runs:
+                session.runs.remove(self)
+            try:
+                if session.runs:
+                    for denoiser in session.denoisers.values():
+                        denoiser.lay()
+                else:
+                    session.close()
+            finally:
+                intercept.restore_op(self)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        unused = [] if error is not None or self.closed else self._unused()
+        self.close()
+        for message in unused:
+            warnings.warn(message, stacklevel=2)
+
+    def _unused(self) -> list[str]:
+        """What to say about controls that were never called."""
+        denoisers = self._session.denoisers.values()
+        ran = any(denoiser.calls for denoiser in denoisers)
+        messages = []
+        for control in self.controls:
+            slots = [slot for denoiser in denoisers for slot in denoiser.slots if any(c is control for c in slot.controls)]
+            if hasattr(control, "attention") and not any(slot.calls or slot.compiled for slot in slots):
+                why = "its sites did not run" if ran else "the denoiser did not run"
+                messages.append(f"{_name(control)} was attached but never called: {why}")
+        return messages
+
+    def report(self) -> Report:
+        """What happened so far: order of controls, sites, calls, kernels and reasons; printable."""
+        return self._final or self._report()
+
+    def _report(self) -> Report:
+        denoisers = self._session.denoisers.values()
+        order = sorted(self.controls, key=lambda control: STAGES.index(stage(control)))
+        controls = tuple(
+            ControlReport(
+                name=_name(control),
+                stage=stage(control),
+                levels=tuple(level for level in LEVELS if hasattr(control, level)),
+                sites=len(self.sites_of(control)),
+                of=len(self.sites),
+                forms_maps=bool(getattr(control, "forms_maps", False)),
+            )
+            for control in order
+        )
+        sites = tuple(
+            SiteReport(slot.site, slot.calls, tuple(_name(c) for c in slot.controls), dict(slot.kernels), slot.compiled)
+            for denoiser in denoisers
+            for slot in denoiser.slots
+            if slot.controls
+        )
+        assumed = tuple(f"{denoiser.family.name}: {text}" for denoiser in denoisers for text in denoiser.family.assumed)
+        return Report(controls, sites, {denoiser.name: denoiser.calls for denoiser in denoisers}, assumed)
+
+
+def attach(target: Any, *controls: Any) -> Run:
+    """Attach controls to a diffusers pipeline, or to a bare denoiser, until the returned run is closed.
+
+    The first control is the outermost; controls are sorted by stage (observe, reuse, edit, kernel), the order given holding within one.
+
+    Raises TypeError when an object has none of the methods attention, denoise, step; ValueError when the model cannot be controlled, when a
+    control's sites match nothing, when it needs what the model does not have, or when two `kernel` controls meet at a site.
+    """
+    _check_controls(controls)
+    models = denoisers_of(target)
+    if not models:
+        raise ValueError(f"{type(target).__name__} has no denoiser; pass a diffusers pipeline, or its UNet or transformer")
+    with intercept.lock:
+        known = {name: getattr(outer, "_orig_mod", outer) for name, outer in models.items()}
+        denoisers = [intercept.state_of(model) or Denoiser(name, model) for name, model in known.items()]
+        for denoiser in denoisers:
+            _refuse(controls, denoiser)
+        _check_sites(controls, denoisers)
+        session = _session_of(target, denoisers) or Session(target)
+        run = Run(session, controls)
+        session.runs.append(run)
+        try:
+            intercept.patch_op(run)
+            for denoiser in session.denoisers.values():
+                run.resolve(denoiser)
+            session.open()
+            for denoiser in session.denoisers.values():
+                denoiser.lay()
+                for slot in denoiser.slots:
+                    if slot.controls:
+                        slot.prepare(image_prompt=False)
+                _check_kernels(denoiser)
+        except BaseException:
+            run.close()
+            raise
+    for denoiser in denoisers:
+        if denoiser.family.assumed:
+            warnings.warn(f"{denoiser.family.name} is not in the table; assumed: {'; '.join(denoiser.family.assumed)}", stacklevel=2)
+    for denoiser in session.denoisers.values():
+        if len(denoiser.sessions) > 1:
+            warnings.warn(
+                f"the {denoiser.name} is shared with another attached pipeline: the controls of both act on both while they are open", stacklevel=2
+            )
+    return run
+
+
+def _session_of(target: Any, denoisers: Sequence[Denoiser]) -> Session | None:
+    """The session this target has already."""
+    return next((session for denoiser in denoisers for session in denoiser.sessions if session.target is target), None)
+
+
+def _check_controls(controls: Sequence[Any]) -> None:
+    if not controls:
+        raise ValueError("attach needs at least one control, e.g. attach(pipe, PromptToPrompt(prompts))")
+    for control in controls:
+        if isinstance(control, type):
+            raise TypeError(f"{control.__name__} is a class; attach an instance, {control.__name__}(...)")
+        if not any(callable(getattr(control, level, None)) for level in LEVELS):
+            raise TypeError(f"{control!r} is no control: it has none of the methods {', '.join(LEVELS)}")
+        if stage(control) not in STAGES:
+            raise ValueError(f"stage {stage(control)!r} of {_name(control)}; the stages are {', '.join(STAGES)}")
+    if len({id(control) for control in controls}) < len(controls):
+        raise ValueError("the same control was given twice")
+
+
+def _refuse(controls: Sequence[Any], denoiser: Denoiser) -> None:
+    """Raise where this denoiser cannot be controlled, or lacks what a control needs."""
+    model, family = denoiser.model, denoiser.family
+    if family.refused:
+        raise ValueError(f"{type(model).__name__} cannot be controlled: {family.refused}")
+    parallel = getattr(model, "_parallel_config", None)
+    if parallel is not None:
+        raise ValueError(f"{type(model).__name__} runs with {parallel}: attention sees only a shard of the tokens; disable it")
+    for control in controls:
+        for need in sorted(getattr(control, "needs", ())):
+            if need in family.lacks:
+                raise ValueError(f"{_name(control)} needs {need}, which {family.name} lacks: {family.lacks[need]}")
+
+
+def _check_sites(controls: Sequence[Any], denoisers: Sequence[Denoiser]) -> None:
+    """Raise where a control would reach no site."""
+    sites = [site for denoiser in denoisers for site in denoiser.sites]
+    linear = [name for denoiser in denoisers for name in denoiser.linear]
+    has = describe(sites) + (f"; {len(linear)} layers of linear attention, which has no softmax to control" if linear else "")
+    for control in controls:
+        if not hasattr(control, "attention"):
+            continue
+        selector, kinds = getattr(control, "sites", None), getattr(control, "kinds", None)
+        if isinstance(selector, str):
+            select(sites, selector)
+        if not _matching(control, sites):
+            wanted = f"{', '.join(sorted(kinds))} sites" if kinds else "attention sites"
+            raise ValueError(f"{_name(control)} acts on {wanted}{f' among {selector!r}' if selector else ''}, and none is left; this model has {has}")
+        heads = getattr(control, "heads", None)
+        if isinstance(heads, HeadSet):
+            heads.check(sites)
+
+
+def _matching(control: Any, sites: Sequence[Site]) -> list[Site]:
+    """The sites a control chooses by its `sites` (a selector or a function) and `kinds`."""
+    selector: str | Callable[[Sequence[Site]], list[Site]] | None = getattr(control, "sites", None)
+    kinds = getattr(control, "kinds", None)
+    if callable(selector):
+        sites = selector(sites)
+    elif selector is not None:
+        sites = select(sites, selector, missing_ok=True)
+    return [site for site in sites if kinds is None or site.kind in kinds]
+
+
+def _check_kernels(denoiser: Denoiser) -> None:
+    for slot in denoiser.slots:
+        kernels = [_name(control) for control in slot.controls if stage(control) == "kernel"]
+        if len(kernels) > 1:
+            raise ValueError(f"{' and '.join(kernels)} both compute the softmax at {slot.site.name}; give them different sites")
+
+
+def _name(control: Any) -> str:
+    return type(control).__name__

@@ -1,0 +1,419 @@
+"""Where a pipeline with controls is: its clock, the rows and sizes of the current denoiser call, and the chains of its denoisers and scheduler.
+
+A run of the pipeline begins with its `__call__`; where someone writes the loop by hand, with `encode_prompt` or `set_timesteps` after the
+last loop.  An iteration ends with `scheduler.step`.  Latents are never remembered from one iteration to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import intercept
+from .call import DenoiseCall, Prediction, Rows, Site, Step, StepCall
+from .chain import Slot
+from .families import Family, Geometry, family_of, find_sites, linear_layers
+from .rows import branches_of, fold, latents_of, rows_of, with_latents
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Denoiser", "Session", "denoisers_of"]
+
+_DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer", "prior", "decoder")
+
+
+def denoisers_of(target: Any) -> dict[str, torch.nn.Module]:
+    """The denoisers of a pipeline by the names of its components; of a bare denoiser, itself."""
+    if isinstance(target, torch.nn.Module):
+        return {"unet" if hasattr(target, "down_blocks") else "transformer": target}
+    found = {name: getattr(target, name, None) for name in _DENOISERS}
+    return {name: module for name, module in found.items() if isinstance(module, torch.nn.Module)}
+
+
+def chain(controls: Sequence[Any], level: str, last: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The first control's method `level` around the second's ... around `last`."""
+    function = last
+    for control in reversed([control for control in controls if hasattr(control, level)]):
+        function = functools.partial(_around, getattr(control, level), function)
+    return function
+
+
+def _around(method: Callable[..., Any], rest: Callable[[Any], Any], call: Any) -> Any:
+    return method(call, rest)
+
+
+def with_first(output: Any, value: Tensor) -> Any:
+    """A model's or scheduler's output, tuple or dataclass, with its first entry replaced."""
+    if output[0] is value:
+        return output
+    if isinstance(output, tuple):
+        return (value, *output[1:])
+    first = next(iter(output.keys()))
+    return type(output)(**{**dict(output.items()), first: value})
+
+
+# ----------------------------------------------------------------------------------------------------------- denoisers
+
+
+class Denoiser:
+    """A hooked denoiser: its sites, the sessions that share it, and where the current call is."""
+
+    def __init__(self, name: str, model: torch.nn.Module) -> None:
+        self.name, self.model = name, model
+        self.family: Family = family_of(model)
+        self.slots = [Slot(site, module, self) for module, site in find_sites(model, self.family, name)]
+        self.linear = linear_layers(model)
+        self.sessions: list[Session] = []
+        self.hooked: list[torch.nn.Module] = []  # the model, and what torch.compile(model) returned
+        self.context: str | None = None  # of diffusers' cache_context: cond or uncond
+        self.inside = False
+        self.calls = 0
+        self.signature = inspect.signature(type(model).forward)
+        self.geometry: Geometry | None = None
+        self.latent: tuple[int, ...] | None = None
+        self.rows = Rows.plain(1)
+        self.step = Step()
+
+    @property
+    def sites(self) -> list[Site]:
+        return [slot.site for slot in self.slots]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for session in self.sessions for run in session.runs]
+
+    def op_rows(self, batch: int) -> Rows:
+        """The row table of an operation with `batch` entries: folded where frames or pixels lie in the batch."""
+        return self.rows if len(self.rows) == batch else fold(self.rows, batch)
+
+    # -- hooking
+
+    def open(self, session: Session, outer: torch.nn.Module) -> None:
+        """Hook the model for this session; `outer` is the component, which may be a compiled wrapper of the model."""
+        if session not in self.sessions:
+            self.sessions.append(session)
+            self.lay()
+        for module in (self.model, outer):
+            if intercept.state_of(module) is not self:
+                intercept.hook(module, "denoiser", self)
+                self.hooked.append(module)
+
+    def close(self, session: Session) -> None:
+        self.sessions.remove(session)
+        self.lay()
+        while not self.sessions and self.hooked:
+            intercept.unhook(self.hooked.pop())
+
+    def lay(self) -> None:
+        """Lay the chains of all open runs anew."""
+        for slot in self.slots:
+            slot.lay([control for run in self.runs for control in run.controls if run.reaches(control, slot.site)])
+
+    # -- one call
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model, through the controls' `denoise`."""
+        if not self.sessions:
+            return forward(*args, **kwargs)
+        session = max(self.sessions, key=lambda s: s.started)
+        call = session.denoise_call(self, self._bind(args, kwargs))
+        runs = self.runs
+        for run in runs:
+            run.begin(call)
+        outputs: list[Any] = []
+
+        def last(inner: DenoiseCall) -> Prediction:
+            inputs = inner.inputs
+            if inner.latents is not call.latents:
+                inputs = with_latents(inputs, self.family, inner.latents, inner.rows, len(call.latents), session.scaled)
+            self.rows = inner.rows
+            if inputs is call.inputs:
+                outputs.append(forward(*args, **kwargs))
+            else:
+                outputs.append(forward(**inputs))
+            return Prediction(outputs[-1][0])
+
+        before = [(slot, slot.entered, slot.calls) for slot in self.slots if slot.controls]
+        self.inside = True
+        try:
+            prediction = chain([control for run in runs for control in run.controls], "denoise", last)(call)
+        finally:
+            self.inside = False
+            self.rows = call.rows
+        for slot, entered, calls in before:
+            if slot.entered > entered and slot.calls == calls and not slot.compiled:
+                raise RuntimeError(
+                    f"{slot.site.name} ran, but no attention operation was seen: its processor {type(slot.module.processor).__name__} "
+                    "computes attention by itself; set a processor that calls torch's scaled_dot_product_attention, or choose other sites"
+                )
+        if not outputs:
+            raise RuntimeError("no control called the denoiser; call it and change what it returns")
+        session.calls += 1
+        self.calls += 1
+        return with_first(outputs[-1], prediction.value)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Every argument of forward by name."""
+        bound = self.signature.bind(self.model, *args, **kwargs).arguments
+        bound.pop("self")
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound.update(bound.pop(name, {}))
+        return dict(bound)
+
+
+# ------------------------------------------------------------------------------------------------------------ sessions
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `encode_prompt` was asked: how many prompts, how many images of each, and the texts where it was given texts."""
+
+    prompts: int
+    images: int
+    texts: list[str] | None
+
+
+_starts = itertools.count(1)
+
+
+class Scheduler:
+    """A hooked scheduler and the sessions of the pipelines that share it."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+
+    def _now(self) -> Session:
+        return max(self.sessions, key=lambda session: session.started)
+
+    def on_set_timesteps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._now().on_set_timesteps(original, *args, **kwargs)
+
+    def on_scale_model_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._now().on_scale_model_input(original, *args, **kwargs)
+
+    def on_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._now().on_step(original, *args, **kwargs)
+
+
+class Session:
+    """A pipeline (or a bare denoiser) with open runs."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.pipeline = None if isinstance(target, torch.nn.Module) else target
+        self.runs: list[Run] = []
+        self.denoisers: dict[str, Denoiser] = {}
+        self.scheduler: Any = None
+        self.started = 0
+        self.in_call = False  # inside the pipeline's __call__
+        self.used = False  # this run of the pipeline is over, or at least a denoiser has run
+        self.asked: _Asked | None = None
+        self.index = self.calls = 0
+        self.total: int | None = None  # set by hand
+        self.ran: Denoiser | None = None  # the last one that did
+        self.unscaled: Tensor | None = None  # what scale_model_input was given, in this iteration
+        self.scaled: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def now(self) -> Session:
+        """The session in charge: of those that share a denoiser with this one, the one whose pipeline began to run last."""
+        return max((s for d in self.denoisers.values() for s in d.sessions), key=lambda s: s.started, default=self)
+
+    @property
+    def sharing(self) -> list[Run]:
+        """Open runs whose controls act on this pipeline: its own, and those of pipelines that share a denoiser with it."""
+        return list(dict.fromkeys(run for denoiser in self.denoisers.values() for run in denoiser.runs))
+
+    # -- hooks
+
+    def open(self) -> None:
+        """Hook what the target has now; called again at the beginning of each run, for components replaced meanwhile."""
+        for name, outer in denoisers_of(self.target).items():
+            model: Any = getattr(outer, "_orig_mod", outer)
+            denoiser = self.denoisers.get(name)
+            if denoiser is None or denoiser.model is not model:
+                if denoiser is not None:
+                    self.denoisers.pop(name).close(self)
+                denoiser = intercept.state_of(model) or Denoiser(name, model)
+                for run in self.runs:
+                    run.resolve(denoiser)
+                self.denoisers[name] = denoiser
+            denoiser.open(self, outer)
+        if self.pipeline is None:
+            return
+        if intercept.state_of(self.pipeline) is not self:
+            intercept.hook(self.pipeline, "pipeline", self)
+        scheduler = getattr(self.pipeline, "scheduler", None)
+        if scheduler is not self.scheduler:
+            self._release_scheduler()
+            if scheduler is not None:
+                state = intercept.state_of(scheduler) or Scheduler()
+                state.sessions.append(self)
+                intercept.hook(scheduler, "scheduler", state)
+                self.scheduler = scheduler
+
+    def close(self) -> None:
+        for denoiser in self.denoisers.values():
+            denoiser.close(self)
+        self.denoisers.clear()
+        self._release_scheduler()
+        if self.pipeline is not None:
+            intercept.unhook(self.pipeline)
+
+    def _release_scheduler(self) -> None:
+        if self.scheduler is not None:
+            state = intercept.state_of(self.scheduler)
+            state.sessions.remove(self)
+            if not state.sessions:
+                intercept.unhook(self.scheduler)
+            self.scheduler = None
+
+    # -- the clock
+
+    def _start(self) -> None:
+        self.open()
+        self.started = next(_starts)
+        self.asked, self.ran, self.used = None, None, False
+        self._restart()
+        for run in self.sharing:
+            run.begun = False
+
+    def _restart(self) -> None:
+        self.index = self.calls = 0
+        self.unscaled = self.scaled = None
+
+    def on_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._start()
+        self.in_call = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.in_call = False
+            self.used = True
+
+    def on_encode_prompt(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.in_call and (self.used or not self.started):
+            self._start()
+        out = original(*args, **kwargs)
+        if self.asked is None:
+            self.asked = _asked(inspect.signature(original).bind(*args, **kwargs).arguments)
+        return out
+
+    def on_set_timesteps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.in_call and (self.used or not self.started):
+            self._start()
+        self._restart()
+        return original(*args, **kwargs)
+
+    def on_scale_model_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sample, *rest = args if args else (kwargs["sample"],)
+        named = {name: value for name, value in kwargs.items() if name != "sample"}
+        self.unscaled, self.scaled = sample, lambda latents: original(latents, *rest, **named)
+        return original(*args, **kwargs)
+
+    def on_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A step of the scheduler, through the controls' `step`."""
+        if self.ran is None and self.denoisers:
+            raise RuntimeError(
+                f"the scheduler stepped, but none of {', '.join(self.denoisers)} ran: the pipeline's denoiser was replaced or compiled since "
+                "its call began; attach again"
+            )
+        controls = [control for run in self.sharing for control in run.controls if hasattr(control, "step")]
+        out = self._step(controls, original, args, kwargs) if controls else original(*args, **kwargs)
+        self.index += 1
+        self.calls = 0
+        self.unscaled = self.scaled = None
+        return out
+
+    def _step(self, controls: Sequence[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        extra = bound.pop("kwargs", {})
+        given = {**bound, **extra}
+        outputs: list[Any] = []
+
+        def last(call: StepCall) -> Tensor:
+            outputs.append(original(**{**call.kwargs, "model_output": call.prediction, "sample": call.sample}))
+            return outputs[-1][0]
+
+        latents = chain(controls, "step", last)(self._step_call(given))
+        if not outputs:
+            raise RuntimeError("a control replaced scheduler.step without calling it; pin latents after calling it instead")
+        return with_first(outputs[-1], latents)
+
+    # -- calls
+
+    def denoise_call(self, denoiser: Denoiser, inputs: Mapping[str, Any]) -> DenoiseCall:
+        """The call object of a denoiser call, and the state its attention operations read."""
+        if getattr(self.pipeline, "scheduler", None) is not self.scheduler:
+            self.open()
+        self.used, self.ran = True, denoiser
+        family, model = denoiser.family, denoiser.model
+        given = inputs.get(family.latent_input)
+        if not isinstance(given, Tensor):
+            raise ValueError(
+                f"{type(model).__name__} takes {family.latent_input!r} as {type(given).__name__}, not as one tensor with a row per image: "
+                "controls cannot tell its rows"
+            )
+        geometry = family.measure(inputs, model)
+        changed = geometry != denoiser.geometry
+        denoiser.geometry, denoiser.latent = geometry, geometry.latent
+        for slot in denoiser.slots:
+            if changed:
+                slot.measure(family, geometry)
+            if slot.controls:
+                slot.prepare(image_prompt=inputs.get("encoder_hidden_states_image") is not None)
+        branch = None
+        if family.calls:
+            branch = denoiser.context if denoiser.context in family.calls else family.calls[min(self.calls, len(family.calls) - 1)]
+        denoiser.context = None
+        denoiser.rows = rows_of(
+            len(given), branches=branches_of(self.pipeline, family), own=branch, prompts=self.asked.prompts if self.asked else None,
+            images=self.asked.images if self.asked else 1, guided=bool(getattr(self.pipeline, "do_classifier_free_guidance", False)),
+        )  # fmt: skip
+        denoiser.step = self._step_now(inputs.get("timestep"))
+        images = len(set(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True)))
+        latents = latents_of(given if self.unscaled is None else self.unscaled, images, family, geometry, model)
+        return DenoiseCall(latents=latents, inputs=inputs, rows=denoiser.rows, step=denoiser.step, denoiser=denoiser.name)
+
+    def _step_now(self, timestep: Any) -> Step:
+        """Where the loop is.  A timestep that lies on an accelerator is not read, which would wait for it: it is nan."""
+        if isinstance(timestep, Tensor):
+            timestep = timestep.flatten()[0].item() if timestep.device.type == "cpu" else float("nan")
+        total = self.total
+        if total is None and self.in_call:
+            total = getattr(self.pipeline, "_num_timesteps", None)
+        if total is None:
+            schedule = getattr(self.scheduler, "timesteps", None)
+            total = 1 if schedule is None else len(schedule) - (getattr(self.scheduler, "begin_index", None) or 0)
+        return Step(index=self.index, total=int(total), call=self.calls, timestep=float(timestep or 0.0))
+
+    def _step_call(self, given: Mapping[str, Any]) -> StepCall:
+        denoiser, sample = self.ran, given["sample"]
+        assert denoiser is not None and denoiser.geometry is not None  # it has run
+        family, geometry = denoiser.family, denoiser.geometry
+        table = dict.fromkeys(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True))
+        rows = Rows(
+            ("cond",) * len(table), tuple(p for p, _ in table), tuple(i for _, i in table), ("",) * len(table), tuple(range(len(table)))
+        )
+        return StepCall(
+            prediction=given["model_output"], sample=sample, rows=rows, step=denoiser.step, packed=bool(family.packed),
+            grid=geometry.grid if family.packed else tuple(sample.shape[2:]), kwargs=given,
+        )  # fmt: skip
+
+
+def _asked(given: Mapping[str, Any]) -> _Asked | None:
+    prompt, embeds = given.get("prompt"), given.get("prompt_embeds")
+    texts = None if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
+    images = given.get("num_images_per_prompt") or given.get("num_videos_per_prompt") or 1
+    if texts is None and not isinstance(embeds, Tensor):
+        return None
+    return _Asked(len(embeds) if texts is None else len(texts), images, texts)
