@@ -31,10 +31,11 @@ lock = threading.RLock()
 class _Here(threading.local):
     """Where this thread is: inside which site, at which of its operations, and the kernel its operation was meant for."""
 
-    slot: Any = None
-    part: int = 0
-    backend: str = NATIVE
-    kernel: Callable[..., Tensor] | None = None
+    def __init__(self) -> None:  # in each thread: an attribute that appears later costs a compiled model another graph
+        self.slot: Any = None
+        self.part = 0
+        self.backend: str = NATIVE
+        self.kernel: Callable[..., Tensor] | None = None
 
 
 here = _Here()

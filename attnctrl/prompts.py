@@ -15,8 +15,9 @@ Prompts = Sequence[str | Encoded] | Sequence[Sequence[str | Encoded]]
 
 
 def encode_for(pipeline: Any, family: Family, prompt: str | Encoded, length: int) -> Encoded:
-    """`prompt` through the tokenizers of `pipeline`, in a text sequence of `length` positions.  An `Encoded` passes if its
-    length is right.
+    """`prompt` through the tokenizers of `pipeline`, in a text sequence of `length` positions.
+
+    An `Encoded` passes if its length is right.
 
     Raises ValueError when the pipeline has no tokenizer, or the lengths differ.
     """
@@ -67,7 +68,7 @@ def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
 
 
 def check_call(name: str, prompts: Sequence[str | Encoded], texts: Sequence[str] | None) -> None:
-    """Raises ValueError when the pipeline was called with other `texts` (None: not known) than the control `name` is for."""
+    """Raises ValueError when the pipeline was called with other `texts` (None: unknown) than the control `name` is for."""
     ours = [prompt.prompt if isinstance(prompt, Encoded) else prompt for prompt in prompts]
     if texts is not None and list(texts) != ours:
         raise ValueError(f"the pipeline was called with the prompts {list(texts)}, {name} was made for {ours}")

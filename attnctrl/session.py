@@ -137,8 +137,10 @@ class Denoiser:
             self.rows = inner.rows
             if inputs is call.inputs:
                 outputs.append(forward(*args, **kwargs))
-            else:
-                outputs.append(forward(**inputs))
+            else:  # by position what was given by position: another way of calling costs a compiled model another graph
+                given = dict(inputs)
+                positional = [given.pop(name) for name in list(self.signature.parameters)[1 : len(args) + 1]]
+                outputs.append(forward(*positional, **given))
             return Prediction(outputs[-1][0])
 
         before = [(slot, slot.entered, slot.calls) for slot in self.slots if slot.controls]

@@ -2,22 +2,22 @@
 
     python benchmarks/p2p.py --threads 1 --dtype float32 bfloat16
 
-Attention layers of Stable Diffusion 1.5 at 512x512 pixels (64x64 latents): 4096, 1024, 256 and 64 tokens, 8 heads of 40,
-80, 160, 160 channels, rows [uncond source, uncond target, cond source, cond target], inside every window.  Compared is the
-attention operation alone, from q, k, v after their projections to its output:
+Attention layers of Stable Diffusion 1.5 at 512x512 pixels (64x64 latents): 4096, 1024, 256 and 64 tokens, 8 heads of
+40, 80, 160, 160 channels, rows [uncond source, uncond target, cond source, cond target], inside every window.  Compared
+is the attention operation alone, from q, k, v after their projections to its output:
     explicit  the authors' code re-stated: sim = q k^T scale and attn = softmax(sim) of all rows are formed, whether or
               not the layer is edited (their hook forms the maps of every layer), the conditional half is edited in
               place, out = attn v.  Their attention store is left out, which favours them.
     fused     PromptToPrompt and one or two calls of torch's scaled_dot_product_attention.
 Edits: "replace" a word of one token by one of three (one fused call), "refine" with a reweighted added word (two fused
 calls); self maps up to 32x32 tokens, the larger of the authors' two limits, for both; the row "self, edited too" edits
-the 64x64 self maps as well, which they never do.  A "block" is self and cross (replace) together, times added, the larger
-memory; a "step" is SD 1.5's 16 blocks: five at each of the first three sizes, one of 64 tokens.
+the 64x64 self maps as well, which they never do.  A "block" is self and cross (replace) together, times added, the
+larger memory; a "step" is SD 1.5's 16 blocks: five at each of the first three sizes, one of 64 tokens.
 
 Time: both forms alternate in one process; the ratio is the median over pairs, the times are medians (blocks and the
-step: the ratio of added medians).  Memory: the most bytes of tensors alive at once beyond the inputs, counted after every
-operation in a TorchDispatchMode; it sees what torch allocates as tensors, not a kernel's own scratch (a few hundred kB a
-thread), so for large layers the growth of the process's resident memory (VmHWM, Linux) is measured beside it.
+step: the ratio of added medians).  Memory: the most bytes of tensors alive at once beyond the inputs, counted after
+every operation in a TorchDispatchMode; it sees what torch allocates as tensors, not a kernel's own scratch (a few
+hundred kB a thread), so for large layers the growth of the process's resident memory (VmHWM, Linux) is measured too.
 """
 
 from __future__ import annotations

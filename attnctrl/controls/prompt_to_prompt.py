@@ -129,7 +129,7 @@ class PromptToPrompt:
         self._form = self.joint or "exact"
         self._noise = SharedNoise(self.prompts)
 
-    # ------------------------------------------------------------------------ attention
+    # ------------------------------------------------------------------------------------------------------- attention
 
     def attention(self, call: AttentionCall, attend: Attend) -> Float[Tensor, "b h n c"]:
         plan = self._plan_for(call)
@@ -163,7 +163,7 @@ class PromptToPrompt:
         of_source, of_target = (nothing, value) if plan.own_maps else (value, nothing)
 
         out = attend(call)
-        # all queries, though only the image's are kept: a call of the same shape rounds alike (equal prompts, equal bits)
+        # all queries, though only the image's are kept: a call of the same shape rounds alike
         edited = attend(
             call.borrow(plan.sources).replace(value=tokens.put(of_source, "text", followed), rows=plan.rows)
         )
@@ -203,7 +203,7 @@ class PromptToPrompt:
         *frames, height, width = call.latent
         return tokens <= math.prod(frames) * math.ceil(height * self.limit) * math.ceil(width * self.limit)
 
-    # ------------------------------------------------------------------------ shared noise
+    # ---------------------------------------------------------------------------------------------------- shared noise
 
     def denoise(self, call: DenoiseCall, denoise: Denoise) -> Prediction:
         return self._noise.denoise(call, denoise) if self.share_noise else denoise(call)
@@ -211,7 +211,7 @@ class PromptToPrompt:
     def step(self, call: StepCall, step: StepFunction) -> Tensor:
         return self._noise.step(call, step) if self.share_noise else step(call)
 
-    # --------------------------------------------------------------------------------------- what depends on run and step
+    # ------------------------------------------------------------------------------------ what depends on run and step
 
     def begin_run(self, run: Any) -> None:
         self._run = run
@@ -222,7 +222,7 @@ class PromptToPrompt:
         self._coarse = min(4, max(self_scales, default=4))
 
     def begin(self, call: DenoiseCall) -> None:
-        """Plans are made outside any compiled graph: for all rows, and for those an observer looks at, the conditional."""
+        """Plans are made outside any compiled graph: for all rows, and for the conditional ones an observer looks at."""
         self._form = self.joint or self._run.family(call.denoiser).joint
         count = max(call.rows.prompt) + 1
         if count != len(self._flat):

@@ -4,7 +4,7 @@ After every scheduler step, a target's latents keep the source's outside the wor
     W_r  = sum over steps so far, coarse cross-attention layers, heads and word tokens of the edited map of row r
     M_r  = resize(maxpool3(W_r)) / max > threshold           (N_r, subtracted words: no max-pool, their own threshold)
     x_t <- x_t where (M_s or M_t) and not (N_s or N_t), else x_s
-The maps are never formed: W is the attention op applied to 0/1 columns, in float32, seen from outside the edit.
+The maps are never formed: W is the attention op applied to 0/1 columns, summed in float32, seen from outside the edit.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LocalBlend:
         if not 0 <= self.start <= 1:
             raise ValueError(f"start is a fraction of the run in [0, 1], not {self.start!r}")
 
-    # ------------------------------------------------------------------------ gathering
+    # ------------------------------------------------------------------------------------------------------- gathering
 
     def attention(self, call: AttentionCall, attend: Attend) -> Float[Tensor, "b h n c"]:
         out = attend(call)
@@ -99,15 +99,15 @@ class LocalBlend:
             return out
         rows, probe = self._now
         if rows is None or rows != call.rows:  # a part of the rows, folded rows, or a call made by hand
-            m, device = call.key.shape[2], call.query.device
-            probe = self._probe(call.table, call.kind, call.query_tokens, call.key_tokens, m, device)
+            m, like = call.key.shape[2], call.query
+            probe = self._probe(call.table, call.kind, call.query_tokens, call.key_tokens, m, like)
         if probe is None:
             return out
         value = probe.columns.to(call.value.dtype).expand(-1, call.query.shape[1], -1, -1)
         seen = call.borrow(probe.index).replace(value=value, rows=probe.rows, probe=True)
         if call.kind == "joint":
             seen = seen.queries("image")
-        weights = attend(seen).detach().float().mean(1)  # (b, n, c)
+        weights = attend(seen).detach().to(probe.total.dtype).mean(1)  # (b, n, c)
         probe.total.add_(weights.reshape(probe.total.shape))
         return out
 
@@ -128,12 +128,10 @@ class LocalBlend:
             if site.denoiser == call.denoiser:
                 queries, keys = site_tokens(site, family, geometry)
                 length = sum(segment.length for segment in keys.segments)
-                probe = self._probe(call.rows, site.kind, queries, keys, length, call.latents.device)
+                probe = self._probe(call.rows, site.kind, queries, keys, length, call.latents)
         self._now = call.rows, probe
 
-    def _probe(
-        self, table: Rows, kind: str, queries: Tokens, keys: Tokens, m: int, device: torch.device
-    ) -> _Probe | None:
+    def _probe(self, table: Rows, kind: str, queries: Tokens, keys: Tokens, m: int, like: Tensor) -> _Probe | None:
         grid = queries["image"].grid if "image" in queries else None
         if self._grid is not None and grid != self._grid:
             raise ValueError(
@@ -141,13 +139,13 @@ class LocalBlend:
                 "choose with sites=..."
             )
         start, length = (keys["text"].start, keys["text"].length) if kind == "joint" else (0, m)
-        key = (table, start, length, m, grid, device)
+        key = (table, start, length, m, grid, like.device, like.dtype)
         if key not in self._probes:
-            self._probes[key] = self._make_probe(table, start, length, m, grid, device)
+            self._probes[key] = self._make_probe(table, start, length, m, grid, like)
         return self._probes[key]
 
     def _make_probe(
-        self, table: Rows, start: int, length: int, m: int, grid: Grid | None, device: torch.device
+        self, table: Rows, start: int, length: int, m: int, grid: Grid | None, like: Tensor
     ) -> _Probe | None:
         cond = [i for i, (branch, _, _, variant) in enumerate(table.table()) if branch == "cond" and variant == ""]
         if not cond:
@@ -165,9 +163,11 @@ class LocalBlend:
         entries = (torch.tensor(cond)[:, None] * rows.fold + torch.arange(rows.fold)).flatten()
         return _Probe(
             rows=rows,
-            index=entries.to(device),
-            columns=columns.repeat_interleave(rows.fold, 0)[:, None].to(device),
-            total=torch.zeros(len(rows), math.prod(grid), columns.shape[-1], device=device),
+            index=entries.to(like.device),
+            columns=columns.repeat_interleave(rows.fold, 0)[:, None].to(like.device),
+            total=like.new_zeros(
+                len(rows), math.prod(grid), columns.shape[-1], dtype=torch.promote_types(like.dtype, torch.float32)
+            ),
         )
 
     def _encode(self, prompt: str | Encoded, length: int) -> Encoded:
@@ -179,7 +179,7 @@ class LocalBlend:
             f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)"
         )
 
-    # ------------------------------------------------------------------------ blending
+    # -------------------------------------------------------------------------------------------------------- blending
 
     def step(self, call: StepCall, step: StepFunction) -> Tensor:
         latents = step(call)
