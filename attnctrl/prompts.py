@@ -68,7 +68,7 @@ def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
 
 
 def check_call(name: str, prompts: Sequence[str | Encoded], texts: Sequence[str] | None) -> None:
-    """Raises ValueError when the pipeline was called with other `texts` (None: unknown) than the control `name` is for."""
+    """Raises ValueError when a pipeline called with `texts` (None: unknown) has a control `name` made for others."""
     ours = [prompt.prompt if isinstance(prompt, Encoded) else prompt for prompt in prompts]
     if texts is not None and list(texts) != ours:
         raise ValueError(f"the pipeline was called with the prompts {list(texts)}, {name} was made for {ours}")

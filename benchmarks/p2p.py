@@ -243,9 +243,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     for name in args.dtype:
         print(f"\n{name}, {args.threads} thread(s), torch {torch.__version__}; explicit, fused, explicit / fused\n")
-        print(
-            "| queries x keys | what | explicit ms | fused ms | ratio | explicit MiB | fused MiB | ratio | resident MiB |"
-        )
+        print("| queries x keys | what | explicit ms | fused ms | ratio | explicit MiB | fused MiB | ratio | RSS MiB |")
         print("|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
         step: list[tuple[int, Result]] = []
         for tokens, channels in LAYERS:

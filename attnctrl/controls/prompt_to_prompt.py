@@ -222,7 +222,7 @@ class PromptToPrompt:
         self._coarse = min(4, max(self_scales, default=4))
 
     def begin(self, call: DenoiseCall) -> None:
-        """Plans are made outside any compiled graph: for all rows, and for the conditional ones an observer looks at."""
+        """Plans are made outside any compiled graph: for all rows, and the conditional ones, as observers do."""
         self._form = self.joint or self._run.family(call.denoiser).joint
         count = max(call.rows.prompt) + 1
         if count != len(self._flat):
