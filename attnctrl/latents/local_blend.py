@@ -32,11 +32,11 @@ Grid = tuple[int, ...]
 
 
 def quarter_sites(sites: Sequence[Site]) -> list[Site]:
-    """Cross or joint sites at a quarter of the latent's side (16x16 of 64x64 in the authors' code), or the nearest
-    finer resolution there is."""
+    """Cross or joint sites at a quarter of the latent's side (16x16 of 64x64 in the authors' code); where a model has
+    none, those of its finest resolution (coarser ones of small models do not tell where a word is)."""
     found = [site for site in sites if site.kind in ("cross", "joint")]
-    finer = [site.scale for site in found if site.scale <= 4]
-    scale = max(finer) if finer else min((site.scale for site in found), default=1)
+    scales = {site.scale for site in found}
+    scale = 4 if 4 in scales else min(scales, default=1)
     return [site for site in found if site.scale == scale]
 
 

@@ -218,12 +218,12 @@ def test_several_edits_in_a_batch(family):
         torch.testing.assert_close(out[2 * g : 2 * g + 2], alone, rtol=1e-3, atol=1e-3)
 
 
-def test_sites_at_a_quarter_of_the_latent_or_the_next_finer():
+def test_sites_at_a_quarter_of_the_latent_or_the_finest():
     def chosen(*scales, kind="cross"):
         return [site.scale for site in quarter_sites([Site(f"{i}", kind, scale=s) for i, s in enumerate(scales)])]
 
     assert chosen(1, 2, 4, 8, 4, 2, 1) == [4, 4]
-    assert chosen(2, 2) == [2, 2] and chosen(1, 8) == [1] and chosen(8) == [8]
+    assert chosen(2, 1, 2) == [1] and chosen(1, 8) == [1] and chosen(8) == [8]
     assert chosen(2, kind="joint") == [2] and chosen(4, kind="self") == []
 
 
