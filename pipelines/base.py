@@ -18,7 +18,7 @@ __all__ = ["ReadyPipeline", "load"]
 def load(model: str | Path = "unet", **kwargs: Any) -> DiffusionPipeline:
     """A diffusers pipeline: "unet" or "mmdit" for the demo models that ship with attnctrl, else a hub id or a folder.
 
-    `kwargs` go to `DiffusionPipeline.from_pretrained` (or, for a demo model, may hold `torch_dtype`).
+    `kwargs` go to `DiffusionPipeline.from_pretrained`; for a demo model they may hold `torch_dtype`.
     """
     if model in demo.NAMES:
         dtype = kwargs.pop("torch_dtype", torch.float32)
@@ -31,7 +31,8 @@ def load(model: str | Path = "unet", **kwargs: Any) -> DiffusionPipeline:
 class ReadyPipeline:
     """A loaded diffusers pipeline with attention control around its calls; between calls it is untouched.
 
-    `defaults` are call arguments used where a call does not give its own (the demo models need few steps and small pictures).
+    `defaults` are call arguments used where a call does not give its own (the demo models need few steps and small
+    pictures).
     """
 
     def __init__(self, pipe: DiffusionPipeline, defaults: Mapping[str, Any] | None = None) -> None:
@@ -40,7 +41,8 @@ class ReadyPipeline:
 
     @classmethod
     def from_pretrained(cls, model: str | Path = "unet", **kwargs: Any) -> Self:
-        """Load a model by hub id or folder, or the demo model "unet" or "mmdit"; `kwargs` as for diffusers' from_pretrained."""
+        """Load a model by hub id or folder, or the demo model "unet" or "mmdit"; `kwargs` as for diffusers'
+        from_pretrained."""
         return cls(load(model, **kwargs), demo.defaults(str(model)) if model in demo.NAMES else None)
 
     @classmethod

@@ -1,0 +1,198 @@
+"""The command line: `attnctrl edit "a red circle" "a green circle" -o edit.png`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+PANEL = 256  # pixels of a panel's shorter side, at least
+
+
+class Fault(Exception):
+    """Something the user can put right."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"attnctrl {version('attnctrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def attnctrl(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Attention control for diffusion models."""
+
+
+@app.command()
+def edit(
+    prompt: Annotated[str, typer.Argument(help="What to generate.")],
+    edits: Annotated[list[str], typer.Argument(help="The edited prompt, or several.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("edit.png"),
+    model: Annotated[str, typer.Option(help="unet or mmdit (demo models), a hub id or a folder.")] = "unet",
+    blend: Annotated[bool, typer.Option(help="Keep the picture outside the words that differ.")] = True,
+    blend_word: Annotated[
+        list[str] | None, typer.Option(help="A word of all prompts whose region may change; may be repeated.")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Of the words' maps: higher keeps more.")] = 0.4,
+    strength: Annotated[
+        list[str] | None, typer.Option(help="word=factor on the attention of an edited word; may be repeated.")
+    ] = None,
+    cross: Annotated[
+        float | None, typer.Option(help="Fraction of the run in which cross-attention follows the source.")
+    ] = None,
+    self_: Annotated[float | None, typer.Option("--self", help="The same for self-attention.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps ...")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    report: Annotated[bool, typer.Option("--report", help="Print what attention control did.")] = False,
+) -> None:
+    """Edit a generated picture by editing its prompt: source, edit, and where it changed, side by side."""
+    strengths = dict(_strength(text) for text in strength or ())
+    _check_output(output)
+    pipe = _load(model, device, dtype)
+
+    import torch
+    from tqdm import tqdm
+
+    arguments: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
+    if steps is not None:
+        arguments["num_inference_steps"] = steps
+    if guidance is not None:
+        arguments["true_cfg_scale" if "true_cfg_scale" in pipe.defaults else "guidance_scale"] = guidance
+    words: Any = [blend_word] * (1 + len(edits)) if blend_word else blend and any(text != prompt for text in edits)
+    with tqdm(total=steps or pipe.defaults.get("num_inference_steps"), unit="step", desc="editing") as bar:
+
+        def tick(_: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            bar.update()
+            return tensors
+
+        out = pipe(
+            prompt,
+            edits,
+            strengths=strengths or None,
+            blend=words,
+            threshold=threshold,
+            cross=cross,
+            self_=self_,
+            callback_on_step_end=tick,
+            **arguments,
+        )
+    _sheet(prompt, edits, out.source[0], out.images).save(output)
+    typer.echo(f"wrote {output}")
+    if report:
+        typer.echo(out.report)
+
+
+def _strength(text: str) -> tuple[str, float]:
+    word, equals, factor = text.rpartition("=")
+    try:
+        return (word, float(factor)) if word and equals else _fail_strength(text)
+    except ValueError:
+        return _fail_strength(text)
+
+
+def _fail_strength(text: str) -> tuple[str, float]:
+    raise Fault(f"--strength is word=factor, such as green=2.0, not {text!r}")
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a path that cannot be written, before anything is generated."""
+    from PIL import Image
+
+    if output.suffix.lower() not in Image.registered_extensions():
+        raise Fault(f"--output {output}: the name must end like a picture's, such as .png")
+    if output.is_dir() or not output.parent.is_dir():
+        raise Fault(f"--output {output}: {'it is a folder' if output.is_dir() else f'there is no folder {output.parent}'}")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise Fault(f"--output {output} cannot be written")
+
+
+def _load(model: str, device: str, dtype: str) -> Any:
+    import torch
+
+    from .pipelines import PromptToPromptPipeline
+
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in types:
+        raise Fault(f"--dtype is one of {', '.join(types)}, not {dtype!r}")
+    try:
+        pipe = PromptToPromptPipeline.from_pretrained(model, torch_dtype=types[dtype])
+        pipe.pipe.to(device)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise Fault(f"--model {model} on {device}: {str(error).strip().splitlines()[0]}") from error
+    pipe.pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+# -------------------------------------------------------------------------------------------------------------- picture
+
+
+def _sheet(prompt: str, edits: list[str], source: Image.Image, images: list[Image.Image]) -> Image.Image:
+    """One row per edit: source | edit | where it changed, enlarged, with the prompts under it."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    factor = max(1, -(-PANEL // min(source.size)))
+    width, height = source.width * factor, source.height * factor
+    font = ImageFont.load_default(size=15)
+    gap, line = 8, 26
+    sheet = Image.new("RGB", (3 * width + 4 * gap, len(images) * (height + line + gap) + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (text, image) in enumerate(zip(edits, images, strict=True)):
+        top = gap + row * (height + line + gap)
+        panels = ((prompt, source), (text, image), ("where it changed", _change(source, image)))
+        for column, (label, panel) in enumerate(panels):
+            left = gap + column * (width + gap)
+            sheet.paste(panel.convert("RGB").resize((width, height), Image.Resampling.NEAREST), (left, top))
+            draw.text((left, top + height + 5), _fitted(label, width, font), fill="black", font=font)
+    return sheet
+
+
+def _fitted(text: str, width: int, font: Any) -> str:
+    """`text`, cut with an ellipsis where it is wider than `width` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
+
+
+def _change(source: Image.Image, image: Image.Image) -> Image.Image:
+    """The mean change of each pixel as a heat over the grey source; full heat at 64 of 255."""
+    import numpy as np
+    from PIL import Image
+
+    before, after = (np.asarray(picture.convert("RGB"), float) for picture in (source, image))
+    heat: np.ndarray = np.minimum(np.abs(after - before).mean(-1, keepdims=True) / 64, 1)
+    grey = 0.5 * before.mean(-1, keepdims=True) + 110
+    return Image.fromarray((grey * (1 - heat) + np.array([220, 40, 20]) * heat).clip(0, 255).astype(np.uint8))
+
+
+def main() -> None:
+    """Entry point: what the user can put right is one line, and exit code 2."""
+    import sys
+
+    try:
+        app()
+    except (Fault, ValueError) as error:
+        print(f"attnctrl: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
