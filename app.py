@@ -107,7 +107,7 @@ class Models:
 
     def _load(self, name: str) -> ReadyPipeline:
         try:
-            ready = ReadyPipeline.from_pretrained(name, torch_dtype=self.dtype_for(name))
+            ready = ReadyPipeline.from_pretrained(name, dtype=self.dtype_for(name))
         except Exception as error:  # each part of a model has errors of its own: no file, no network, no such class ...
             log.exception("loading %r", name)
             raise Problem(
@@ -363,7 +363,7 @@ def guidance_name(ready: ReadyPipeline) -> str:
 
 def python_code(settings: Settings, arguments: Mapping[str, Any], dtype: torch.dtype, placement: str) -> str:
     """The program that makes the same picture."""
-    options = "" if dtype == torch.float32 else f", torch_dtype={dtype}"
+    options = "" if dtype == torch.float32 else f", dtype={dtype}"
     lines = [
         "import torch",
         "from attnctrl.pipelines import PromptToPromptPipeline",

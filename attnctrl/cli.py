@@ -125,14 +125,18 @@ def _check_output(output: Path) -> None:
 
 def _load(model: str, device: str, dtype: str) -> Any:
     import torch
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # else it remarks on torchvision, which nothing here needs
     from .pipelines import PromptToPromptPipeline
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in types:
         raise Fault(f"--dtype is one of {', '.join(types)}, not {dtype!r}")
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise Fault(f"--model {model}: there is no such folder; give one, a hub id, or a demo model (unet, mmdit)")
     try:
-        pipe = PromptToPromptPipeline.from_pretrained(model, torch_dtype=types[dtype])
+        pipe = PromptToPromptPipeline.from_pretrained(model, dtype=types[dtype])
         pipe.pipe.to(device)
     except (OSError, RuntimeError, ValueError) as error:
         raise Fault(f"--model {model} on {device}: {str(error).strip().splitlines()[0]}") from error
@@ -149,27 +153,34 @@ def _sheet(prompt: str, edits: list[str], source: Image.Image, images: list[Imag
 
     factor = max(1, -(-PANEL // min(source.size)))
     width, height = source.width * factor, source.height * factor
-    font = ImageFont.load_default(size=15)
-    gap, line = 8, 26
-    sheet = Image.new("RGB", (3 * width + 4 * gap, len(images) * (height + line + gap) + gap), "white")
+    font = ImageFont.load_default(size=14)
+    gap, line = 8, 18
+    labels = [[_wrapped(label, width, font) for label in (prompt, text, "where it changed")] for text in edits]
+    lines = max(len(label) for row in labels for label in row)
+    each = height + lines * line + 2 * gap
+    sheet = Image.new("RGB", (3 * width + 4 * gap, len(images) * each + gap), "white")
     draw = ImageDraw.Draw(sheet)
-    for row, (text, image) in enumerate(zip(edits, images, strict=True)):
-        top = gap + row * (height + line + gap)
-        panels = ((prompt, source), (text, image), ("where it changed", _change(source, image)))
-        for column, (label, panel) in enumerate(panels):
+    for row, image in enumerate(images):
+        top = gap + row * each
+        for column, panel in enumerate((source, image, _change(source, image))):
             left = gap + column * (width + gap)
             sheet.paste(panel.convert("RGB").resize((width, height), Image.Resampling.NEAREST), (left, top))
-            draw.text((left, top + height + 5), _fitted(label, width, font), fill="black", font=font)
+            draw.rectangle((left - 1, top - 1, left + width, top + height), outline="lightgrey")
+            for number, text in enumerate(labels[row][column]):
+                draw.text((left, top + height + 4 + number * line), text, fill="black", font=font)
     return sheet
 
 
-def _fitted(text: str, width: int, font: Any) -> str:
-    """`text`, cut with an ellipsis where it is wider than `width` pixels."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+def _wrapped(text: str, width: int, font: Any) -> list[str]:
+    """Lines of `text` that are at most `width` pixels wide, where its words are."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
 
 
 def _change(source: Image.Image, image: Image.Image) -> Image.Image:

@@ -18,12 +18,12 @@ __all__ = ["ReadyPipeline", "load"]
 def load(model: str | Path = "unet", **kwargs: Any) -> DiffusionPipeline:
     """A diffusers pipeline: "unet" or "mmdit" for the demo models that ship with attnctrl, else a hub id or a folder.
 
-    `kwargs` go to `DiffusionPipeline.from_pretrained`; for a demo model they may hold `torch_dtype`.
+    `kwargs` go to `DiffusionPipeline.from_pretrained`; for a demo model they may hold `dtype`.
     """
     if model in demo.NAMES:
-        dtype = kwargs.pop("torch_dtype", torch.float32)
+        dtype = kwargs.pop("dtype", torch.float32)
         if kwargs:
-            raise ValueError(f"the demo model {model!r} takes torch_dtype only, got {sorted(kwargs)}")
+            raise ValueError(f"the demo model {model!r} takes dtype only, got {sorted(kwargs)}")
         return demo.load(str(model), dtype=dtype)
     return DiffusionPipeline.from_pretrained(model, **kwargs)
 
