@@ -53,7 +53,7 @@ def load_folder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     the call says `height=64, width=64`."""
     pipeline_class: Any = StableDiffusionPipeline if check_name(name) == "unet" else FluxPipeline
     with _quiet():
-        return _finish(pipeline_class.from_pretrained(folder, torch_dtype=dtype, local_files_only=True))
+        return _finish(pipeline_class.from_pretrained(folder, dtype=dtype, local_files_only=True))
 
 
 @contextlib.contextmanager
@@ -170,8 +170,21 @@ def _mmdit_parts() -> dict[str, nn.Module]:
             relative_attention_max_distance=LENGTH,
         )
     )
+    _look_at_neighbours(t5)
     vae = PatchAutoencoder(PATCH, COMPONENTS, fold=2, latent_channels=COMPONENTS // 4, block_out_channels=(1, 1))
     return {"transformer": transformer, "text_encoder": _clip_encoder(1), "text_encoder_2": t5, "vae": vae}
+
+
+@torch.no_grad()
+def _look_at_neighbours(t5: Any) -> None:
+    """Start the four heads on the word before, the word after, all words before, all words after.
+
+    FLUX gives its text tokens no positions, so word order must come from this table. From a random one it was not
+    learned in 1,900 steps: attributes were swapped between the two objects."""
+    table = t5.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight  # (16 buckets, 4 heads)
+    table.zero_()
+    for head, buckets in enumerate((slice(1, 2), slice(9, 10), slice(1, 8), slice(9, 16))):  # 1-7 before, 9-15 after
+        table[buckets, head] = 6.0
 
 
 def assemble(name: str, parts: nn.ModuleDict) -> Any:

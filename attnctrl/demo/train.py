@@ -51,7 +51,7 @@ class Settings:
     adam_rate: float = 0.002
     warmup: int = 100
     decay_from: float = 0.6  # fraction of the training after which the rates fall linearly to zero
-    distil_from: float = 0.72  # mmdit: fraction after which the guidance embedding is learned
+    distil_from: float = 0.86  # mmdit: fraction after which the guidance embedding is learned
     average: float = 0.995
     compile: bool = False
 
