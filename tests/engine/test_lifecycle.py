@@ -171,3 +171,334 @@ def test_controls_that_change_nothing_change_no_bit_from_text(name):
         with attach(pipe, Nothing()) as run:
             assert torch.equal(family.run(pipe, prompts=prompts, text=True), expected)
             assert run.prompts == list(prompts)
+
+
+# Errors and interrupts -----------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    pass
+
+
+class Fails:
+    """Raises at one level, after some calls went well."""
+
+    def __init__(self, level: str, after: int = 0) -> None:
+        self.left = after
+        name = {"begin": "begin", "begin_run": "begin_run"}.get(level, level)
+        setattr(self, name, self._fail)
+        if level in ("begin", "begin_run"):
+            self.denoise = lambda call, denoise: denoise(call)
+
+    def _fail(self, call: Any, rest: Callable[[Any], Any] | None = None) -> Any:
+        if self.left == 0:
+            raise Failed
+        self.left -= 1
+        return None if rest is None else rest(call)
+
+
+@pytest.mark.parametrize("name", ["sd", "flux", "wan22"])
+@pytest.mark.parametrize("level, after", [("attention", 3), ("denoise", 1), ("step", 1), ("begin", 1), ("begin_run", 0)])
+def test_everything_is_restored_after_an_exception_in_a_control(name, level, after):
+    family = CONTROLLED[name]
+    pipe = family.build()
+    with untouched(pipe, lambda: family.run(pipe)):
+        with pytest.raises(Failed), attach(pipe, Nothing(), Fails(level, after)):
+            family.run(pipe)
+
+
+@pytest.mark.parametrize("level, after", [("attention", 3), ("denoise", 1), ("step", 1), ("begin_run", 0)])
+def test_the_next_run_starts_afresh_after_an_exception_in_a_control(level, after):
+    pipe = SD.build()
+    indices = []
+
+    class Clock:
+        def denoise(self, call, denoise):
+            indices.append((call.step.index, call.step.call))
+            return denoise(call)
+
+    with untouched(pipe, lambda: SD.run(pipe)) as expected:
+        fails = Fails(level, after)
+        with attach(pipe, fails, Clock(), Scaled()):
+            with pytest.raises(Failed):
+                SD.run(pipe)
+            indices.clear()
+            fails.left = -1  # never again
+            controlled = SD.run(pipe)
+        assert indices == [(0, 0), (1, 0)]
+        assert not torch.equal(controlled, expected)
+        with attach(pipe, Scaled()):
+            assert torch.equal(SD.run(pipe), controlled)
+
+
+@pytest.mark.parametrize("name", ["sd", "flux", "wan22"])
+def test_everything_is_restored_after_a_keyboard_interrupt(name):
+    family = CONTROLLED[name]
+    pipe = family.build()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with untouched(pipe, lambda: family.run(pipe)):
+        with pytest.raises(KeyboardInterrupt), attach(pipe, Nothing(), Scaled()):
+            family.run(pipe, callback_on_step_end=interrupt)
+
+
+def test_everything_is_restored_after_attach_itself_fails():
+    class First:
+        stage = "kernel"
+
+        def attention(self, call, attend):
+            return attend(call)
+
+    class Second(First):
+        pass
+
+    pipe = SD.build()
+    with untouched(pipe, lambda: SD.run(pipe)):
+        with pytest.raises(ValueError, match="First and Second both compute the softmax"):
+            attach(pipe, First(), Second())
+        with pytest.raises(ValueError, match="given twice"):
+            attach(pipe, *[Nothing()] * 2)
+        with pytest.raises(TypeError, match="is a class"):
+            attach(pipe, Nothing)
+        with pytest.raises(TypeError, match="is no control"):
+            attach(pipe, object())
+        with pytest.raises(ValueError, match="at least one"):
+            attach(pipe)
+
+
+def test_a_second_attach_that_fails_leaves_the_first_open():
+    class Kernel:
+        stage = "kernel"
+
+        def attention(self, call, attend):
+            return attend(call) * 0.5
+
+    pipe = SD.build()
+    with untouched(pipe, lambda: SD.run(pipe)) as expected:
+        with attach(pipe, Kernel()):
+            controlled = SD.run(pipe)
+            with pytest.raises(ValueError, match="both compute"):
+                attach(pipe, Kernel())
+            assert torch.equal(SD.run(pipe), controlled)
+        assert not torch.equal(controlled, expected)
+
+
+# Closing -------------------------------------------------------------------------------------------------------------
+
+
+def test_closing_twice_does_nothing():
+    pipe = SD.build()
+    with untouched(pipe, lambda: SD.run(pipe)):
+        run = attach(pipe, Scaled())
+        run.close()
+        run.close()
+        other = attach(pipe, Scaled())
+        controlled = SD.run(pipe)
+        run.close()
+        assert torch.equal(SD.run(pipe), controlled)
+        other.close()
+
+
+def test_a_report_can_be_read_after_closing():
+    pipe = SD.build()
+    with attach(pipe, Nothing()) as run:
+        SD.run(pipe)
+        before = str(run.report())
+    assert str(run.report()) == before
+    assert run.report().denoiser_calls == {"unet": SD.steps}
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_runs_on_one_pipeline_close_in_any_order(name, first):
+    family = CONTROLLED[name]
+    pipe = family.build()
+    alone = []
+    for factor in (0.5, 0.8):
+        with attach(pipe, Scaled(factor)):
+            alone.append(family.run(pipe))
+    with untouched(pipe, lambda: family.run(pipe)) as expected:
+        runs = [attach(pipe, Scaled(0.5)), attach(pipe, Scaled(0.8))]
+        both = family.run(pipe)
+        runs[first].close()
+        assert torch.equal(family.run(pipe), alone[1 - first])
+        runs[1 - first].close()
+        assert len({plainly(x) for x in (both, expected, *alone)}) == 4
+
+
+def plainly(x: Tensor) -> tuple[float, ...]:
+    return tuple(x.flatten().tolist())
+
+
+def test_two_pipelines_do_not_see_each_other():
+    """One of each family, and two of one family, opened and closed crosswise, in the middle of each other's runs."""
+    pipes = [(SD, SD.build()), (SD, SD.build(seed=1)), (FLUX, FLUX.build())]
+    expected, alone = [], []
+    for family, pipe in pipes:
+        expected.append(family.run(pipe))
+        with attach(pipe, Scaled()):
+            alone.append(family.run(pipe))
+    befores = [state(pipe) for _, pipe in pipes]
+    first, third = attach(pipes[0][1], Scaled()), attach(pipes[2][1], Scaled())
+    results = {}
+
+    def others(*args):
+        for i, (family, pipe) in enumerate(pipes[1:], 1):
+            results[i] = family.run(pipe)
+        return args[-1]
+
+    assert torch.equal(SD.run(pipes[0][1], callback_on_step_end=others), alone[0])
+    assert torch.equal(results[1], expected[1])
+    assert torch.equal(results[2], alone[2])
+    first.close()
+    assert torch.equal(FLUX.run(pipes[2][1]), alone[2])
+    assert torch.equal(SD.run(pipes[0][1]), expected[0])
+    third.close()
+    for (family, pipe), plain_result, before in zip(pipes, expected, befores, strict=True):
+        assert torch.equal(family.run(pipe), plain_result)
+        assert state(pipe) == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_pipelines_that_share_a_denoiser_warn_and_are_restored_in_any_order(first):
+    text, image = SD, VARIANTS["sd_img2img"]
+    pipe = text.build()
+    other = image.build().__class__.from_pipe(pipe)
+    with attach(pipe, Scaled()):
+        controlled = text.run(pipe)
+    with untouched(pipe, lambda: text.run(pipe)), untouched(other, lambda: image.run(other)):
+        runs = [attach(pipe, Scaled())]
+        with pytest.warns(UserWarning, match="unet is shared with another attached pipeline"):
+            runs.append(attach(other, nothing := Nothing()))
+        assert torch.equal(text.run(pipe), controlled)
+        assert nothing.denoised == text.steps
+        runs[first].close()
+        if first == 1:
+            assert torch.equal(text.run(pipe), controlled)
+        runs[1 - first].close()
+
+
+def test_a_pipeline_made_while_another_is_attached_shares_its_controls_and_both_are_restored():
+    image = VARIANTS["sd_img2img"]
+    pipe = SD.build()
+    with untouched(pipe, lambda: SD.run(pipe)):
+        with attach(pipe, Scaled()):
+            other = image.build().__class__.from_pipe(pipe)
+            controlled = image.run(other)
+        plain_result = image.run(other)
+        assert not torch.equal(controlled, plain_result)
+        assert "_attnctrl" not in vars(other)
+
+
+def test_a_bare_denoiser_is_restored():
+    pipe = SD.build()
+    with untouched(pipe, lambda: SD.run(pipe)) as expected:
+        with attach(pipe.unet, Scaled()) as run:
+            run.at(0, SD.steps)
+            assert not torch.equal(SD.run(pipe), expected)
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_thread_that_runs_a_plain_pipeline_is_never_intercepted():
+    """The other pipeline runs inside an attention call of the first, where the op is most surely intercepted."""
+    pipe, other = SD.build(), FLUX.build()
+    expected = FLUX.run(other)
+    results, attended = [], []
+
+    class Starts:
+        def attention(self, call, attend):
+            attended.append(call.site.denoiser)
+            if len(attended) == 1:
+                thread = threading.Thread(target=lambda: results.append(FLUX.run(other)))
+                thread.start()
+                thread.join()
+            return attend(call) * 0.5
+
+    with untouched(pipe, lambda: SD.run(pipe)), attach(pipe, Starts()):
+        SD.run(pipe)
+    assert torch.equal(results[0], expected)
+    assert attended == ["unet"] * len(SD.sites) * SD.steps
+
+
+def test_threads_that_run_their_own_pipelines_with_controls_do_not_mix():
+    pipes = [SD.build(), SD.build(seed=1)]
+    alone, together, errors = [], {}, []
+    for pipe in pipes:
+        with attach(pipe, Scaled()):
+            alone.append(SD.run(pipe))
+    barrier = threading.Barrier(2)
+
+    class Meets:
+        def denoise(self, call, denoise):
+            barrier.wait(60)
+            return denoise(call)
+
+    def work(i):
+        try:
+            with attach(pipes[i], Scaled(), Meets()):
+                together[i] = SD.run(pipes[i])
+        except BaseException as error:
+            barrier.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(torch.equal(alone[i], together[i]) for i in range(2))
+
+
+# What is never reached -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_vae_and_text_encoders_are_never_reached(name):
+    family = CONTROLLED[name]
+    pipe = family.build(with_text=True)
+    names_of_denoisers, names = set(family.denoisers), set()
+    inside: list[bool] = []
+
+    class Watches:
+        def attention(self, call, attend):
+            names.add(call.site.denoiser)
+            inside.append(bool(running))
+            return attend(call)
+
+    def run():
+        return family.run(pipe, prompts=("a red cat",), text=True, output_type="pt")
+
+    running: list[int] = []
+    others = {key: module for key, module in pipe.components.items()
+              if isinstance(module, nn.Module) and key not in family.denoisers}
+    with untouched(pipe, run) as expected:
+        assert expected.shape[1] == 3
+        for module in (m for model in others.values() for m in model.modules()):
+            module.register_forward_pre_hook(lambda *_: running.append(1))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+        with attach(pipe, Watches()) as handle:
+            assert {site.denoiser for site in handle.sites} == names_of_denoisers
+            types = {key: [type(m).__dict__.get("_attnctrl_base") for m in module.modules()]
+                     for key, module in others.items()}
+            assert torch.equal(run(), expected)
+    assert inside and not any(inside)
+    assert names == names_of_denoisers
+    assert {key for key, bases in types.items() if any(bases)} == set()
+
+
+def test_a_control_on_the_unet_does_not_change_what_the_text_encoder_and_vae_compute():
+    pipe = SD.build(with_text=True)
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def parts():
+        text = pipe.encode_prompt("a red cat", "cpu", 1, True)
+        return [*text, pipe.vae.decode(latents).sample]
+
+    expected = parts()
+    with attach(pipe, Scaled()):
+        assert all(torch.equal(a, b) for a, b in zip(parts(), expected, strict=True))
