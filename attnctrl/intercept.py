@@ -74,7 +74,20 @@ def _twin(base: type, kind: str) -> type:
         "_attnctrl": None,
         "_attnctrl_base": base,
     }
-    return type(base)(base.__name__, (base,), {**own, **_METHODS[kind](base)})
+    return _equal_to_base(type(base))(base.__name__, (base,), {**own, **_METHODS[kind](base)})
+
+
+@functools.cache
+def _equal_to_base(meta: type) -> type:
+    """A metaclass whose classes equal their base: diffusers' `from_pipe` compares types of components, not by isinstance."""
+
+    def __eq__(cls: Any, other: Any) -> bool:
+        return other is cls or other is vars(cls).get("_attnctrl_base", cls)
+
+    def __hash__(cls: Any) -> int:
+        return hash(vars(cls).get("_attnctrl_base")) if "_attnctrl_base" in vars(cls) else meta.__hash__(cls)
+
+    return type(meta.__name__, (meta,), {"__eq__": __eq__, "__hash__": __hash__})
 
 
 def _plain_reduce(base: type) -> Callable[..., Any]:

@@ -502,3 +502,343 @@ def test_a_control_on_the_unet_does_not_change_what_the_text_encoder_and_vae_com
     expected = parts()
     with attach(pipe, Scaled()):
         assert all(torch.equal(a, b) for a, b in zip(parts(), expected, strict=True))
+
+
+# Adapters ------------------------------------------------------------------------------------------------------------
+
+
+def add_lora(model: nn.Module, name: str = "default") -> None:
+    from peft import LoraConfig
+
+    with tiny.seeded(3):
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False), name)
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_lora_may_come_and_go_before_while_and_after_attach(name):
+    family = CONTROLLED[name]
+    pipe = family.build()
+    model = denoisers(pipe)[0]
+    expected = family.run(pipe)
+    add_lora(model)
+    adapted = family.run(pipe)
+    assert not torch.equal(adapted, expected)
+    with untouched(pipe, lambda: family.run(pipe)), attach(pipe, Nothing()):  # there before
+        assert torch.equal(family.run(pipe), adapted)
+        model.disable_adapters()
+        assert torch.equal(family.run(pipe), expected)
+        model.enable_adapters()
+        assert torch.equal(family.run(pipe), adapted)
+    with attach(pipe, Nothing()):  # deleted while attached
+        model.delete_adapters("default")
+        assert torch.equal(family.run(pipe), expected)
+    assert torch.equal(family.run(pipe), expected)
+    with attach(pipe, Nothing()) as run:  # added while attached
+        add_lora(model, "later")
+        assert torch.equal(family.run(pipe), adapted)
+        assert all(site.calls == family.steps * len(family.calls) for site in run.report().sites)
+    assert torch.equal(family.run(pipe), adapted)
+    model.delete_adapters("later")  # after
+    assert torch.equal(family.run(pipe), expected)
+
+
+def test_controls_act_on_adapted_attention():
+    pipe = SD.build()
+    with attach(pipe, Scaled()):
+        plain_controlled = SD.run(pipe)
+        add_lora(pipe.unet)
+        controlled = SD.run(pipe)
+    assert not torch.equal(controlled, plain_controlled)
+    assert not torch.equal(controlled, SD.run(pipe))
+    with attach(pipe, Scaled()):
+        assert torch.equal(SD.run(pipe), controlled)
+
+
+IP_TOKENS = 4
+
+
+def load_ip_adapter(pipe: Any) -> None:
+    """A random IP-Adapter on the tiny UNet: image tokens of 16 channels, made of embeddings of 12."""
+    from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
+    from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+
+    unet = pipe.unet
+    with tiny.seeded(5):
+        processors = {}
+        for name in unet.attn_processors:
+            module = unet.get_submodule(name.removesuffix(".processor"))
+            if name.endswith("attn2.processor"):
+                processor = IPAdapterAttnProcessor2_0(module.inner_dim, module.cross_attention_dim, num_tokens=(IP_TOKENS,))
+            else:
+                processor = AttnProcessor2_0()
+            processors[name] = processor
+        unet.set_attn_processor(processors)
+        unet.encoder_hid_proj = MultiIPAdapterImageProjection([ImageProjection(12, 16, IP_TOKENS)])
+        unet.register_to_config(encoder_hid_dim_type="ip_image_proj")
+
+
+def run_sd_with_image_prompt(pipe: Any) -> Tensor:
+    """Each prompt gets the same picture: one row against, one for it."""
+    embeds = torch.randn(2, 1, 12, generator=torch.Generator().manual_seed(1))
+    return SD.run(pipe, ip_adapter_image_embeds=[embeds])
+
+
+def test_operations_of_an_image_prompt_are_told_from_those_of_the_text():
+    pipe = SD.build()
+    expected = SD.run(pipe)
+    load_ip_adapter(pipe)
+    kinds = Kinds()
+    with untouched(pipe, lambda: run_sd_with_image_prompt(pipe)) as prompted:
+        assert not torch.equal(prompted, expected)
+        with attach(pipe, kinds):
+            assert torch.equal(run_sd_with_image_prompt(pipe), prompted)
+    for site, seen in kinds.seen.items():
+        if site.endswith("attn1"):
+            assert [(kind, part) for kind, part, _ in seen] == [("self", 0)] * SD.steps
+        else:
+            assert seen == [("cross", 0, tiny.TEXT_LENGTH), ("ip", 1, IP_TOKENS)] * SD.steps
+    assert set(kinds.seen) == set(SD.sites)
+
+
+def test_an_image_prompt_that_came_while_attached_is_seen():
+    pipe = SD.build()
+    kinds = Kinds()
+    with attach(pipe, kinds):
+        SD.run(pipe)
+        load_ip_adapter(pipe)
+        kinds.seen.clear()
+        prompted = run_sd_with_image_prompt(pipe)
+    assert torch.equal(run_sd_with_image_prompt(pipe), prompted)
+    assert {(kind, part) for seen in kinds.seen.values() for kind, part, _ in seen} == {
+        ("self", 0), ("cross", 0), ("ip", 1)}  # fmt: skip
+
+
+# Ways of computing attention -----------------------------------------------------------------------------------------
+
+
+def test_sliced_attention_is_refused_by_name_and_works_after_disabling():
+    pipe = SD.build()
+    pipe.disable_attention_slicing()  # sets other processors than the model was made with
+    expected, before = SD.run(pipe), state(pipe)
+    del before["processors"]
+    pipe.enable_attention_slicing()
+    with pytest.raises(ValueError, match=r"SlicedAttnProcessor.*disable_attention_slicing"):
+        attach(pipe, Scaled())
+    pipe.disable_attention_slicing()
+    with attach(pipe, Scaled()):
+        controlled = SD.run(pipe)
+        pipe.enable_attention_slicing()
+        with pytest.raises(ValueError, match=r"SlicedAttnProcessor.*disable_attention_slicing"):
+            SD.run(pipe)
+        pipe.disable_attention_slicing()
+        assert torch.equal(SD.run(pipe), controlled)
+    assert not torch.equal(controlled, expected)
+    assert torch.equal(SD.run(pipe), expected)
+    after = state(pipe)
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_fused_projections_may_come_and_go_before_while_and_after_attach(name):
+    family = CONTROLLED[name]
+    fused = family.build()
+    denoisers(fused)[0].fuse_qkv_projections()
+    pipe = family.build()
+    model = denoisers(pipe)[0]
+    expected = family.run(pipe)
+    with attach(pipe, Scaled()):
+        controlled = family.run(pipe)
+        model.fuse_qkv_projections()
+        torch.testing.assert_close(family.run(pipe), controlled, rtol=1e-3, atol=1e-4)
+        model.unfuse_qkv_projections()
+        assert torch.equal(family.run(pipe), controlled)
+        model.fuse_qkv_projections()
+    assert torch.equal(family.run(pipe), family.run(fused))
+    with attach(pipe, nothing := Nothing()):
+        assert torch.equal(family.run(pipe), family.run(fused))
+        assert nothing.attended == len(family.sites) * family.steps * len(family.calls)
+        model.unfuse_qkv_projections()
+        assert torch.equal(family.run(pipe), expected)
+    assert torch.equal(family.run(pipe), expected)
+
+
+def test_hooks_of_accelerate_work_whichever_came_first():
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Counts(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    pipe = SD.build()
+    expected = SD.run(pipe)
+    site = pipe.unet.get_submodule(SD.sites[0])
+    with attach(pipe, Scaled()):
+        controlled = SD.run(pipe)
+
+    first = [Counts(), Counts()]
+    for module, hook in zip((pipe.unet, site), first, strict=True):
+        add_hook_to_module(module, hook)
+    with untouched(pipe, lambda: SD.run(pipe)), attach(pipe, Scaled()):
+        assert torch.equal(SD.run(pipe), controlled)
+        assert [hook.calls for hook in first] == [2 * SD.steps, 2 * SD.steps]
+    with attach(pipe, Scaled()):
+        for hook in first:
+            hook.calls = 0
+        assert torch.equal(SD.run(pipe), controlled)
+        assert [hook.calls for hook in first] == [SD.steps, SD.steps]
+        for module in (pipe.unet, site):  # removed while attached
+            remove_hook_from_module(module)
+        assert torch.equal(SD.run(pipe), controlled)
+    assert torch.equal(SD.run(pipe), expected)
+
+    second = [Counts(), Counts()]
+    with attach(pipe, Scaled()):
+        for module, hook in zip((pipe.unet, site), second, strict=True):
+            add_hook_to_module(module, hook)
+        assert torch.equal(SD.run(pipe), controlled)
+        assert [hook.calls for hook in second] == [SD.steps, SD.steps]
+    assert torch.equal(SD.run(pipe), expected)  # the hooks stay
+    assert [hook.calls for hook in second] == [2 * SD.steps, 2 * SD.steps]
+    for module in (pipe.unet, site):
+        remove_hook_from_module(module)
+    assert torch.equal(SD.run(pipe), expected)
+
+
+@pytest.mark.parametrize("offload_first", [True, False])
+def test_offloading_works_whichever_came_first(offload_first):
+    from accelerate import cpu_offload_with_hook
+    from accelerate.hooks import remove_hook_from_module
+
+    pipe = SD.build()
+    expected = SD.run(pipe)
+    with attach(pipe, Scaled()):
+        controlled = SD.run(pipe)
+    if offload_first:
+        cpu_offload_with_hook(pipe.unet, "cpu")
+    with attach(pipe, Scaled()):
+        if not offload_first:
+            cpu_offload_with_hook(pipe.unet, "cpu")
+        assert torch.equal(SD.run(pipe), controlled)
+    assert torch.equal(SD.run(pipe), expected)
+    assert hasattr(pipe.unet, "_hf_hook")
+    remove_hook_from_module(pipe.unet)
+    assert torch.equal(SD.run(pipe), expected)
+
+
+@pytest.mark.parametrize("cache_first", [True, False])
+def test_a_block_cache_computes_the_same_bits_whichever_came_first(cache_first):
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = FLUX.build()
+    steps = 6
+
+    def run():
+        return FLUX.run(pipe, num_inference_steps=steps)
+
+    uncached = run()
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    cached = run()
+    if cache_first:
+        pipe.transformer.disable_cache()
+        assert torch.equal(run(), uncached)
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    else:
+        pipe.transformer.disable_cache()
+    with attach(pipe, nothing := Nothing()):
+        if not cache_first:
+            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+        assert torch.equal(run(), cached)
+    assert not torch.equal(cached, uncached)
+    assert nothing.denoised == 2 * steps
+    assert 2 * steps < nothing.attended < 2 * steps * len(FLUX.sites)  # the cache skipped blocks
+    pipe.transformer.disable_cache()
+    assert torch.equal(run(), uncached)
+
+
+# What cannot be controlled -------------------------------------------------------------------------------------------
+
+
+def test_a_control_without_sites_lists_those_of_the_model():
+    class Joint:
+        kinds = frozenset({"joint"})
+
+        def attention(self, call, attend):
+            return attend(call)
+
+    pipe = SD.build()
+    with untouched(pipe, lambda: SD.run(pipe)):
+        with pytest.raises(ValueError, match=r"Joint acts on joint sites, and none is left.*self.*cross"):
+            attach(pipe, Joint())
+        with pytest.raises(ValueError, match=r"'nonsense'"):
+            attach(pipe, Scaled(sites="nonsense"))
+        with pytest.raises(ValueError, match=r"none is left.*self.*cross"):
+            control = Scaled()
+            control.sites = lambda sites: []
+            attach(pipe, control)
+
+
+def test_a_control_that_was_never_called_warns_on_a_clean_exit_only():
+    pipe = SD.build()
+    with pytest.warns(UserWarning, match="Scaled was attached but never called: the denoiser did not run"):
+        with attach(pipe, Scaled()):
+            pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Failed), attach(pipe, Scaled()):
+            raise Failed
+        with attach(pipe, Scaled()):
+            SD.run(pipe)
+
+
+@pytest.mark.parametrize("name", ["AttnProcessor", "XFormersAttnProcessor"])
+def test_processors_that_hide_their_attention_are_refused_by_name(name):
+    from diffusers.models import attention_processor
+
+    processor = vars(attention_processor)[name]()
+    pipe = SD.build()
+    before = dict(pipe.unet.attn_processors)
+    with untouched(pipe, lambda: SD.run(pipe)):
+        pipe.unet.set_attn_processor(processor)
+        with pytest.raises(ValueError, match=rf"cannot be seen under {name}\b.*(set|call)"):
+            attach(pipe, Scaled())
+        pipe.unet.set_attn_processor(dict(before))
+        with attach(pipe, Scaled()):
+            pipe.unet.set_attn_processor(processor)
+            with pytest.raises(ValueError, match=rf"cannot be seen under {name}\b.*(set|call)"):
+                SD.run(pipe)
+            pipe.unet.set_attn_processor(dict(before))
+            SD.run(pipe)
+
+
+class ByHand:
+    """A processor that diffusers does not know, whose attention is two matrix products."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None):
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (attn.head_to_batch_dim(x) for x in (
+            attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)))  # fmt: skip
+        maps = torch.baddbmm(query.new_zeros(()), query, key.transpose(1, 2), beta=0, alpha=attn.scale).softmax(-1)
+        return attn.to_out[1](attn.to_out[0](attn.batch_to_head_dim(maps @ value)))
+
+
+def test_a_processor_that_turns_out_to_hide_its_attention_is_named():
+    pipe = SD.build()
+    pipe.unet.set_attn_processor(ByHand())
+    message = r"down_blocks.*attn1 ran, but no attention operation was seen.*ByHand"
+    with untouched(pipe, lambda: SD.run(pipe)):
+        with pytest.raises(RuntimeError, match=message), attach(pipe, Scaled()):
+            SD.run(pipe)
+
+
+def test_a_site_that_is_not_controlled_may_hide_its_attention():
+    pipe = SD.build()
+    processors = {name: ByHand() if name.endswith("attn1.processor") else processor
+                  for name, processor in pipe.unet.attn_processors.items()}
+    pipe.unet.set_attn_processor(processors)
+    control = Scaled()
+    control.kinds = {"cross"}
+    with untouched(pipe, lambda: SD.run(pipe)) as expected, attach(pipe, control):
+        assert not torch.equal(SD.run(pipe), expected)
