@@ -12,6 +12,7 @@ Nothing else is looked up inside a compiled graph: what depends on the step lies
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import threading
@@ -95,6 +96,8 @@ def _plain_reduce(base: type) -> Callable[..., Any]:
         make, arguments, *rest = base.__reduce_ex__(self, protocol)
         twin = type(self)
         make, *arguments = (base if x is twin else x for x in (make, *arguments))
+        if make is copyreg.__newobj__:  # pickle insists that this one makes the object's own class
+            make = base.__new__
         if rest and isinstance(rest[0], dict):
             rest[0] = {name: value for name, value in rest[0].items() if name != "_attnctrl"}
         return (make, tuple(arguments), *rest)

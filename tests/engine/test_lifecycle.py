@@ -842,3 +842,272 @@ def test_a_site_that_is_not_controlled_may_hide_its_attention():
     control.kinds = {"cross"}
     with untouched(pipe, lambda: SD.run(pipe)) as expected, attach(pipe, control):
         assert not torch.equal(SD.run(pipe), expected)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def sana() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import SanaTransformer2DModel
+
+    with tiny.seeded(0):
+        model = SanaTransformer2DModel(
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=2,
+            num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=12,
+            sample_size=4, mlp_ratio=1.0).eval()  # fmt: skip
+        inputs = {
+            "hidden_states": torch.randn(2, 4, 4, 4), "encoder_hidden_states": torch.randn(2, 5, 12),
+            "timestep": torch.tensor([3, 3]),
+        }  # fmt: skip
+    return model, inputs
+
+
+@torch.no_grad()
+def test_linear_attention_is_never_among_the_sites():
+    model, inputs = sana()
+    expected = model(**inputs).sample
+    kinds = Kinds()
+    with pytest.warns(UserWarning, match="SanaTransformer2DModel"), attach(model, kinds) as run:
+        run.at(0, 1)
+        assert torch.equal(model(**inputs).sample, expected)
+        assert [site.name for site in run.sites] == [f"transformer_blocks.{i}.attn2" for i in range(2)]
+    assert kinds.seen == {f"transformer_blocks.{i}.attn2": [("cross", 0, 5)] for i in range(2)}
+    assert torch.equal(model(**inputs).sample, expected)
+
+    class Own:
+        kinds = frozenset({"self"})
+
+        def attention(self, call, attend):
+            return attend(call)
+
+    with pytest.raises(ValueError, match="Own acts on self sites.*2 layers of linear attention"):
+        attach(model, Own())
+
+
+def test_mochi_is_refused_with_the_reason():
+    family = FAMILIES["mochi"]
+    pipe = family.build()
+    with untouched(pipe, lambda: family.run(pipe)):
+        with pytest.raises(ValueError, match="MochiTransformer3DModel cannot be controlled: it runs one attention"):
+            attach(pipe, Nothing())
+
+
+def test_a_model_that_is_in_no_row_says_what_was_assumed():
+    class Segments(Nothing):
+        needs = frozenset({"segments"})
+
+    model, _ = sana()
+    with pytest.warns(UserWarning, match="not in the table; assumed: .*'hidden_states'") as caught:
+        run = attach(model, Nothing())
+    assert caught[0].filename == __file__
+    assert len(run.report().assumed) >= 3
+    assert "assumed: " in str(run.report())
+    run.close()
+    with pytest.raises(ValueError, match="Segments needs segments, which unknown .SanaTransformer2DModel. lacks"):
+        attach(model, Segments())
+    assert "_attnctrl" not in vars(model)
+
+
+# Backends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def native_afterwards():
+    yield
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    Backends.set_active_backend(AttentionBackendName.NATIVE)
+
+
+def kernels(run: Any) -> set[str]:
+    return {name for site in run.report().sites for name in site.kernels}
+
+
+@pytest.mark.parametrize("backend", ["_native_math", "flex"])
+@pytest.mark.parametrize("set_first", [True, False])
+def test_the_backend_set_on_a_model_computes_at_the_end_of_the_chain(backend, set_first, native_afterwards):
+    pipe = FLUX.build()
+    steps = {"num_inference_steps": 1}
+    expected = FLUX.run(pipe, **steps)
+    nothing = Nothing()
+    if set_first:
+        pipe.transformer.set_attention_backend(backend)
+    with attach(pipe, nothing) as run:
+        if not set_first:
+            pipe.transformer.set_attention_backend(backend)
+        result = FLUX.run(pipe, **steps)
+        assert kernels(run) == {backend}
+        assert backend in str(run.report())
+    assert nothing.attended == 2 * len(FLUX.sites)
+    assert torch.equal(FLUX.run(pipe, **steps), result)
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+    pipe.transformer.set_attention_backend("native")
+    with attach(pipe, Nothing()) as run:
+        assert torch.equal(FLUX.run(pipe, **steps), expected)
+        assert kernels(run) == {"native"}
+
+
+def test_a_backend_chosen_by_a_context_reaches_the_chain(native_afterwards):
+    from diffusers.models.attention_dispatch import attention_backend
+
+    pipe = FLUX.build()
+    with untouched(pipe, lambda: FLUX.run(pipe)) as expected:
+        with attach(pipe, nothing := Nothing()) as run:
+            with attention_backend("_native_math"):
+                FLUX.run(pipe)
+            assert kernels(run) == {"_native_math"}
+            assert torch.equal(FLUX.run(pipe), expected)
+            assert kernels(run) == {"_native_math", "native"}
+        with attention_backend("_native_math"), attach(pipe, Nothing()) as run:
+            FLUX.run(pipe)
+        assert kernels(run) == {"_native_math"}
+    assert nothing.attended == 2 * FLUX.steps * 2 * len(FLUX.sites)
+
+
+def test_a_call_that_the_backend_cannot_run_is_computed_by_the_native_kernel_and_the_report_says_why(native_afterwards):
+    class Wider:
+        def attention(self, call, attend):
+            return attend(call.replace(value=F.pad(call.value, (0, 4))))[..., : call.value.shape[-1]]
+
+    pipe = FLUX.build()
+    expected = FLUX.run(pipe)
+    pipe.transformer.set_attention_backend("_native_math")
+    with attach(pipe, Wider()) as run:
+        result = FLUX.run(pipe)
+    assert kernels(run) == {"native instead of _native_math: the value is not as wide as the query"}
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+
+
+# Copies and imports --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sd", "flux"])
+def test_a_copy_of_a_hooked_denoiser_is_plain(name):
+    import copy
+    import pickle
+
+    family = CONTROLLED[name]
+    pipe, other = family.build(), family.build(seed=1)
+    expected = family.run(pipe)
+    model = denoisers(pipe)[0]
+    fresh = [type(module) for module in model.modules()]
+    with attach(pipe, Scaled()):
+        controlled = family.run(pipe)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        scheduler = copy.deepcopy(pipe.scheduler)
+        for copied in copies:
+            assert [type(module) for module in copied.modules()] == fresh
+            assert not any("_attnctrl_base" in vars(type(module)) for module in copied.modules())
+            assert not any("_attnctrl" in vars(module) for module in copied.modules())
+            setattr(other, family.denoisers[0], copied)
+            assert torch.equal(family.run(other), expected)
+        assert "_attnctrl" not in vars(scheduler) and "_attnctrl_base" not in vars(type(scheduler))
+        assert torch.equal(family.run(pipe), controlled)
+
+
+def test_a_hooked_denoiser_is_saved_as_its_own_class(tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    pipe = SD.build()
+    with attach(pipe, Scaled()):
+        SD.run(pipe)
+        assert isinstance(pipe.unet, UNet2DConditionModel)
+        pipe.unet.save_pretrained(tmp_path)
+    expected = SD.run(pipe)
+    pipe.unet = UNet2DConditionModel.from_pretrained(tmp_path)
+    assert torch.equal(SD.run(pipe), expected)
+
+
+def test_importing_changes_nothing():
+    import subprocess
+    import sys
+
+    code = """if True:
+        import torch, diffusers, torch.nn.functional as F
+        from diffusers import UNet2DConditionModel, StableDiffusionPipeline, DDIMScheduler
+        from diffusers.models.attention_processor import Attention
+        from diffusers.models.attention_dispatch import _AttentionBackendRegistry as B
+        owners = [torch.nn.Module, UNet2DConditionModel, StableDiffusionPipeline, DDIMScheduler, Attention, F]
+        before = F.scaled_dot_product_attention, dict(B._backends), [dict(vars(owner)) for owner in owners]
+        import attnctrl
+        after = F.scaled_dot_product_attention, dict(B._backends), [dict(vars(owner)) for owner in owners]
+        assert before == after
+        print("same")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "same", done.stderr
+
+
+# torch.compile -------------------------------------------------------------------------------------------------------
+
+
+class PerStep:
+    """Its factor depends on the step, and is set before the denoiser runs."""
+
+    def begin(self, call):
+        self.factor = torch.tensor(0.5 + 0.25 * call.step.index)
+
+    def attention(self, call, attend):
+        return attend(call) * self.factor
+
+
+@pytest.fixture
+def graphs() -> Iterator[Callable[[], int]]:
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield lambda: dynamo.utils.counters["stats"]["unique_graphs"]
+    assert not dynamo.utils.counters["graph_break"]
+    dynamo.reset()
+
+
+def shallow_flux() -> Any:
+    """One double and one single block: what takes time is tracing."""
+    from diffusers import FluxTransformer2DModel
+
+    pipe = FLUX.build()
+    with tiny.seeded(0):
+        pipe.transformer = FluxTransformer2DModel.from_config(
+            {**pipe.transformer.config, "num_layers": 1, "num_single_layers": 1}).eval()
+    return pipe
+
+
+COMPILE: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+HOW: dict[str, Callable[[Any], Any]] = {
+    "module.compile": lambda pipe: pipe.transformer.compile(**COMPILE),
+    "torch.compile": lambda pipe: setattr(pipe, "transformer", torch.compile(pipe.transformer, **COMPILE)),
+    "compile_repeated_blocks": lambda pipe: pipe.transformer.compile_repeated_blocks(**COMPILE),
+}
+
+
+@pytest.mark.parametrize("compiled_first", [True, False], ids=["before", "while"])
+@pytest.mark.parametrize("how", HOW)
+def test_compiled_models_compute_the_same_with_graphs_that_do_not_grow(how, compiled_first, graphs):
+    pipe = shallow_flux()
+
+    def run(steps=3):
+        return FLUX.run(pipe, cfg=False, num_inference_steps=steps)
+
+    expected = run()
+    with attach(pipe, PerStep()):
+        controlled = run()
+    assert not torch.equal(controlled, expected)
+    if compiled_first:
+        HOW[how](pipe)
+        assert torch.equal(run(), expected)
+    with attach(pipe, PerStep()) as handle:
+        if not compiled_first:
+            HOW[how](pipe)
+        assert torch.equal(run(), controlled)
+        traced = graphs()
+        assert traced > 0
+        run(6)
+        assert graphs() == traced
+        assert all(site.compiled and site.calls == 0 for site in handle.report().sites)
+        assert len(handle.report().sites) == 2
+    assert torch.equal(run(), expected)
+    assert "_attnctrl" not in vars(pipe.transformer)
+    model = getattr(pipe.transformer, "_orig_mod", pipe.transformer)
+    assert not any("_attnctrl" in vars(module) for module in model.modules())
+    assert not any("_attnctrl_base" in vars(type(module)) for module in (pipe.transformer, *model.modules()))
