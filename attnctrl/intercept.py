@@ -80,7 +80,7 @@ def _twin(base: type, kind: str) -> type:
 
 @functools.cache
 def _equal_to_base(meta: type) -> type:
-    """A metaclass whose classes equal their base: diffusers' `from_pipe` compares types of components, not by isinstance."""
+    """A metaclass whose classes equal their base: diffusers' `from_pipe` compares the types of components."""
 
     def __eq__(cls: Any, other: Any) -> bool:
         return other is cls or other is vars(cls).get("_attnctrl_base", cls)
