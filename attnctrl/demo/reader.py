@@ -2,13 +2,17 @@
 
 1. Strongly coloured pixels are grouped by hue into connected regions; each large region is an object.
 2. Shape, centre and radius: the rendered shape with the largest intersection over union with the region, over all
-   shapes, radii and positions (by Fourier transform). Templates are the regions that step 1 finds in rendered pictures.
+   shapes, radii and positions (by Fourier transform). Templates are the regions that step 1 finds in rendered pictures;
+   stars and crosses are told from the rest by the part of their convex hull that they fill.
 3. Style: a dark rim means outlined, a background that darkens downwards means shaded.
-4. Texture: the object is rendered with each texture at its place; the nearest one counts."""
+4. Texture: the object is rendered with each texture at its place; the nearest one counts, if it is clearly nearer than
+   plain.
+"""
 
 from __future__ import annotations
 
 import colorsys
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +23,8 @@ from .render import SHADE_BOTTOM, object_mask, render_array
 from .scene import BACKGROUNDS, COLOURS, SHAPES, SIDE, TEXTURES, Object, Scene
 
 MIN_AREA = 40  # pixels of the smallest object
+CLEARER = 0.8  # a texture must explain an object this much better than no texture does
+CONCAVE, CONVEX = 0.815, 0.87  # parts of the convex hull: rendered stars and crosses fill less than 0.81, the rest more
 RADII = np.arange(7.0, 18.01, 0.5)
 _HUES = {name: colorsys.rgb_to_hsv(*(c / 255 for c in rgb))[0] for name, rgb in COLOURS.items()}
 
@@ -189,36 +195,67 @@ def _templates(style: str) -> tuple[list[tuple[str, float]], np.ndarray, np.ndar
 
 
 def _fit(region: np.ndarray, colour: str, style: str) -> tuple[Object, float]:
-    """The object whose rendered shape overlaps the region best, and the intersection over union."""
+    """The object whose rendered shape overlaps the region best, and the intersection over union.
+
+    A region that fills its convex hull cannot be a star or a cross, and one that leaves gaps must be."""
     keys, transforms, areas = _templates("outlined" if style == "outlined" else "flat")
     overlap = np.fft.irfft2(np.fft.rfft2(region.astype(np.float32)) * transforms, s=(SIDE, SIDE))
     union = areas[:, None, None] + region.sum() - overlap
     score = overlap / union
+    filled = region.sum() / _hull_area(region)
+    concave = np.array([shape in ("star", "cross") for shape, _ in keys])
+    if filled < CONCAVE:
+        score[~concave] = 0
+    elif filled > CONVEX:
+        score[concave] = 0
     k, dy, dx = np.unravel_index(score.argmax(), score.shape)
     x, y = (dx + SIDE / 2) % SIDE, (dy + SIDE / 2) % SIDE
     shape, radius = keys[k]
     return Object(shape, colour, None, None, None, float(x), float(y), radius), float(score[k, dy, dx])
 
 
+def _hull_area(mask: np.ndarray) -> float:
+    """Area of the convex hull of a mask's pixels (as unit squares)."""
+    corners = set()
+    for y in np.flatnonzero(mask.any(1)):
+        columns = np.flatnonzero(mask[y])
+        corners |= {(int(x), int(y) + d) for x in (columns[0], columns[-1] + 1) for d in (0, 1)}
+    points = sorted(corners)
+    x, y = np.array(_half_hull(points)[:-1] + _half_hull(points[::-1])[:-1], float).T
+    return float(abs(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1))) / 2)
+
+
+def _half_hull(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The corners of one side of the convex hull of sorted points."""
+    hull: list[tuple[int, int]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (ax, ay), (bx, by) = hull[-2:]
+            if (bx - ax) * (y - ay) > (by - ay) * (x - ax):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
 def _texture(pixels: np.ndarray, item: Object, scene: Scene) -> Object:
     """The object with the texture whose rendering is nearest to the picture inside the shape, over small shifts."""
     x, y, radius = item.circle()
     inside = object_mask(replace(item, radius=0.92 * radius))
-    best, least = item, float("inf")
     seen = pixels[inside].max(-1)
     seen = seen / max(np.percentile(seen, 90), 1)
-    for texture in TEXTURES:
-        for dx in (-1.0, 0.0, 1.0):
-            for dy in (-1.0, 0.0, 1.0) if texture == "dotted" else (0.0,):
-                if texture == "plain" and dx:
-                    continue
-                trial = replace(item, texture=texture, x=x + dx, y=y + dy)
-                drawn = render_array(replace(scene, objects=(trial,)))[inside].max(-1)
-                drawn = drawn / np.percentile(drawn, 90)
-                error = float(np.square(drawn - seen).mean())
-                if error < least:
-                    best, least = replace(item, texture=texture), error
-    return best
+
+    def error(texture: str) -> float:
+        """Of the best of nine places: all textures may shift, else one that may not would pay for a rim that is off."""
+        errors = []
+        for dx, dy in itertools.product((-1.0, 0.0, 1.0), repeat=2):
+            trial = replace(item, texture=texture, x=x + dx, y=y + dy)
+            drawn = render_array(replace(scene, objects=(trial,)))[inside].max(-1)
+            errors.append(float(np.square(drawn / np.percentile(drawn, 90) - seen).mean()))
+        return min(errors)
+
+    plain, least, best = error("plain"), *min((error(texture), texture) for texture in TEXTURES if texture != "plain")
+    return replace(item, texture=best if least < CLEARER * plain else "plain")
 
 
 def _place(item: Object) -> Object:
