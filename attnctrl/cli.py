@@ -118,7 +118,9 @@ def _check_output(output: Path) -> None:
     if output.suffix.lower() not in Image.registered_extensions():
         raise Fault(f"--output {output}: the name must end like a picture's, such as .png")
     if output.is_dir() or not output.parent.is_dir():
-        raise Fault(f"--output {output}: {'it is a folder' if output.is_dir() else f'there is no folder {output.parent}'}")
+        raise Fault(
+            f"--output {output}: {'it is a folder' if output.is_dir() else f'there is no folder {output.parent}'}"
+        )
     if not os.access(output if output.exists() else output.parent, os.W_OK):
         raise Fault(f"--output {output} cannot be written")
 
@@ -138,7 +140,7 @@ def _load(model: str, device: str, dtype: str) -> Any:
     try:
         pipe = PromptToPromptPipeline.from_pretrained(model, dtype=types[dtype])
         pipe.pipe.to(device)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # AssertionError: torch without CUDA
         raise Fault(f"--model {model} on {device}: {str(error).strip().splitlines()[0]}") from error
     pipe.pipe.set_progress_bar_config(disable=True)
     return pipe
