@@ -234,13 +234,12 @@ def test_attend_has_the_gradients_of_its_inputs_and_biases(channels):
 
 # -- sites and heads
 
+PLACES = (("down", 0, 1), ("down", 1, 2), ("mid", 0, 4), ("up", 0, 4), ("up", 1, 2), ("up", 2, 1))
 SITES = [
     Site(f"{place}.{block}.attn{i}", kind, place, block, index, heads=4, scale=scale)
     for index, (place, block, i, kind, scale) in enumerate(
         (place, block, i, kind, scale)
-        for place, block, scale in (
-            ("down", 0, 1), ("down", 1, 2), ("mid", 0, 4), ("up", 0, 4), ("up", 1, 2), ("up", 2, 1)
-        )  # fmt: skip
+        for place, block, scale in PLACES
         for i, kind in ((1, "self"), (2, "cross"))
     )
 ]
