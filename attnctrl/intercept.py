@@ -181,10 +181,15 @@ class _Method:
         if owner is None:
             return original
         original = vars(owner).get(self.name) or original.__get__(owner)
-        state = owner._attnctrl
-        if state is None:
+        if owner._attnctrl is None:
             return original
-        return functools.wraps(original)(functools.partial(getattr(state, f"on_{self.name}"), original))
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            state = state_of(owner)  # asked anew: whoever keeps the method may call it after the run was closed
+            return original(*args, **kwargs) if state is None else getattr(state, f"on_{self.name}")(original, *args, **kwargs)
+
+        return method
 
     def __set__(self, owner: Any, value: Any) -> None:
         owner.__dict__[self.name] = value

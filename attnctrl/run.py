@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from . import intercept
 from .call import DenoiseCall, Site
-from .chain import STAGES, stage
+from .chain import STAGES, Slot, stage
 from .families import Family, Geometry
 from .report import ControlReport, Report, SiteReport
 from .session import Denoiser, Session, denoisers_of
@@ -27,6 +28,7 @@ class Run:
         self._session = session
         self._chosen: dict[int, set[Site]] = {}
         self._final: Report | None = None
+        self._before: dict[int, Any] = {}  # of sites and denoisers: what their counters were when this run came
         self.controls = tuple(controls)
         self.begun = False  # whether controls were told that the pipeline runs
         self.closed = False
@@ -74,6 +76,13 @@ class Run:
             self.begun = False
 
     # -- called by the session
+
+    def start_counting(self) -> None:
+        """Count from here on: an earlier run may have used the same sites."""
+        for denoiser in self._session.denoisers.values():
+            self._before[id(denoiser)] = denoiser.calls
+            for slot in denoiser.slots:
+                self._before[id(slot)] = (slot.calls, Counter(slot.kernels))
 
     def resolve(self, denoiser: Denoiser) -> None:
         """Choose each control's sites in a denoiser that came to the pipeline."""
@@ -126,14 +135,22 @@ class Run:
     def _unused(self) -> list[str]:
         """What to say about controls that were never called."""
         denoisers = self._session.denoisers.values()
-        ran = any(denoiser.calls for denoiser in denoisers)
+        ran = any(self._denoiser_calls(denoiser) for denoiser in denoisers)
         messages = []
         for control in self.controls:
             slots = [slot for denoiser in denoisers for slot in denoiser.slots if any(c is control for c in slot.controls)]
-            if hasattr(control, "attention") and not any(slot.calls or slot.compiled for slot in slots):
+            if hasattr(control, "attention") and not any(self._counts(slot)[0] or slot.compiled for slot in slots):
                 why = "its sites did not run" if ran else "the denoiser did not run"
                 messages.append(f"{_name(control)} was attached but never called: {why}")
         return messages
+
+    def _denoiser_calls(self, denoiser: Denoiser) -> int:
+        return denoiser.calls - self._before.get(id(denoiser), 0)
+
+    def _counts(self, slot: Slot) -> tuple[int, Counter[str]]:
+        """Operations of this site, and by which kernel, since this run came."""
+        calls, kernels = self._before.get(id(slot), (0, Counter()))
+        return slot.calls - calls, slot.kernels - kernels
 
     def report(self) -> Report:
         """What happened so far: order of controls, sites, calls, kernels and reasons; printable."""
@@ -154,13 +171,19 @@ class Run:
             for control in order
         )
         sites = tuple(
-            SiteReport(slot.site, slot.calls, tuple(_name(c) for c in slot.controls), dict(slot.kernels), slot.compiled)
+            SiteReport(
+                site=slot.site,
+                calls=self._counts(slot)[0],
+                controls=tuple(_name(control) for control in slot.controls),
+                kernels=dict(self._counts(slot)[1]),
+                compiled=slot.compiled,
+            )
             for denoiser in denoisers
             for slot in denoiser.slots
             if slot.controls
         )
         assumed = tuple(f"{denoiser.family.name}: {text}" for denoiser in denoisers for text in denoiser.family.assumed)
-        return Report(controls, sites, {denoiser.name: denoiser.calls for denoiser in denoisers}, assumed)
+        return Report(controls, sites, {denoiser.name: self._denoiser_calls(denoiser) for denoiser in denoisers}, assumed)
 
 
 def attach(target: Any, *controls: Any) -> Run:
@@ -189,6 +212,7 @@ def attach(target: Any, *controls: Any) -> Run:
             for denoiser in session.denoisers.values():
                 run.resolve(denoiser)
             session.open()
+            run.start_counting()
             for denoiser in session.denoisers.values():
                 denoiser.lay()
                 for slot in denoiser.slots:
