@@ -1,4 +1,5 @@
-"""Attention control for diffusion models: `attach` a method to any diffusers pipeline, take it off again without a trace."""
+"""Attention control for diffusion models: `attach` a method to any diffusers pipeline, take it off again without a
+trace."""
 
 from pathlib import Path
 

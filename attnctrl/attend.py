@@ -1,6 +1,7 @@
 """The end of the chain: one softmax-attention operation by a fused kernel.
 
-Biases become extra query/key channels and values of another width are padded, here and nowhere else, so no control ever sees a changed head_dim.
+Biases become extra query/key channels and values of another width are padded, here and nowhere else, so no control ever
+sees a changed head_dim.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ native: Kernel = torch.nn.functional.scaled_dot_product_attention
 
 
 def attend(call: AttentionCall, kernel: Kernel = native) -> Float[Tensor, "b h n c"]:
-    """softmax(scale q k^T + bias, masked) v, by `kernel` (signature of torch's scaled_dot_product_attention), maps never formed."""
+    """softmax(scale q k^T + bias, masked) v, by `kernel` (signature of torch's scaled_dot_product_attention), maps
+    never formed."""
     query, key, value, scale = call.query, call.key, call.value, call.scale
     if call.bias:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -50,7 +52,8 @@ def _with_bias(query: Tensor, key: Tensor, scale: float, biases: tuple[Bias, ...
 
 
 def reasons_against(backend: str, call: AttentionCall, kernel: Kernel) -> list[str]:
-    """Why the user's attention backend cannot run this call; empty when it can.  `kernel.takes` names the arguments it knows."""
+    """Why the user's attention backend cannot run this call; empty when it can.  `kernel.takes` names the arguments it
+    knows."""
     takes = getattr(kernel, "takes", frozenset({"attn_mask", "is_causal", "scale"}))
     reasons = []
     if torch.is_grad_enabled() and any(x.requires_grad for x in (call.query, call.key, call.value)):

@@ -1,8 +1,8 @@
 """The call objects: what a control is given at each level, and what it may hand on.
 
 All of them are frozen.  A control changes a call with `call.replace(...)` and never writes into a tensor it was given.
-Every field but the tensors has a default, so an `AttentionCall` can be made by hand from three tensors and a control can be
-tested without a model.
+Every field but the tensors has a default, so an `AttentionCall` can be made by hand from three tensors and a control
+can be tested without a model.
 
 Shapes: b rows of the batch, h heads, n queries, m keys, d channels of a head.
 """
@@ -20,11 +20,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 __all__ = [
-    "AttentionCall",
     "Attend",
+    "AttentionCall",
     "Bias",
-    "DenoiseCall",
     "Denoise",
+    "DenoiseCall",
     "MissingRows",
     "Prediction",
     "Rows",
@@ -46,9 +46,10 @@ __all__ = [
 class Site:
     """One softmax-attention layer of a denoiser.
 
-    `name` is the module path, `kind` one of self, cross, joint, temporal, added, refiner, ip; `place` is down, mid, up, double, single
-    or block; `block` counts within the place, `index` over the whole denoiser in order of execution.  `scale` is how many
-    times coarser than the latent its image tokens lie, along height and width (1 for the full latent, 2 for half of it ...).
+    `name` is the module path, `kind` one of self, cross, joint, temporal, added, refiner, ip; `place` is down, mid, up,
+    double, single or block; `block` counts within the place, `index` over the whole denoiser in order of execution.
+    `scale` is how many times coarser than the latent its image tokens lie, along height and width (1 for the full
+    latent, 2 for half of it ...).
     """
 
     name: str = ""
@@ -76,9 +77,10 @@ class MissingRows(ValueError):
 class Rows:
     """What each row of the batch is: its branch, prompt, image and variant.
 
-    `branch` is "cond", "uncond" or a family's own name; `prompt` and `image` are indices; `variant` is "" for the pipeline's own rows, else the
-    tag of the control that added the row; `origin` is the row of the pipeline it copies.  Where attention sees several batch entries per row
-    (video frames folded into the batch), `fold` is their number, row-major.
+    `branch` is "cond", "uncond" or a family's own name; `prompt` and `image` are indices; `variant` is "" for the
+    pipeline's own rows, else the tag of the control that added the row; `origin` is the row of the pipeline it copies.
+    Where attention sees several batch entries per row (video frames folded into the batch), `fold` is their number,
+    row-major.
     """
 
     branch: tuple[str, ...]
@@ -138,7 +140,8 @@ def _unfold(rows: Sequence[int], fold: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def batch_index(rows: tuple[int, ...], fold: int, device: torch.device) -> Int[Tensor, "b"]:
-    """Batch entries of these rows of the table, on `device` (kept, so a denoiser on a GPU does not wait for it again)."""
+    """Batch entries of these rows of the table, on `device` (kept, so a denoiser on a GPU does not wait for it
+    again)."""
     return _unfold(rows, fold).to(device)
 
 
@@ -157,8 +160,10 @@ def _partner(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
         wanted = tuple(dict(zip(names, entry, strict=True), **dict(columns)).values())
         if wanted not in at:
             raise MissingRows(
-                f"row {dict(zip(names, entry, strict=True))} needs the row {dict(zip(names, wanted, strict=True))} in the same call of the "
-                f"denoiser, which has {rows.table()}; hand inward the partners too, or run source and target in one batch"
+                f"row {dict(zip(names, entry, strict=True))} needs the row {dict(zip(names, wanted, strict=True))} in "
+                "the same call of the "
+                f"denoiser, which has {rows.table()}; hand inward the partners too, or run source and target in one "
+                "batch"
             )
         found.append(at[wanted])
     return _unfold(found, rows.fold)
@@ -169,7 +174,8 @@ def _partner(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Segment:
-    """A named slice of tokens: text, image, reference:<i>, register, ...  `grid` is (height, width) or (frames, height, width)."""
+    """A named slice of tokens: text, image, reference:<i>, register, ...  `grid` is (height, width) or (frames, height,
+    width)."""
 
     name: str
     start: int
@@ -219,8 +225,9 @@ Window = tuple[float, float] | tuple[int, int]
 class Step:
     """Where the sampling loop is.
 
-    `index` counts calls of `scheduler.step` since `set_timesteps`, which is the loop's own counter; `total` is the number of iterations this run
-    makes (n+1 for PNDM, fewer with strength); `call` counts the denoiser's calls since the last scheduler step.
+    `index` counts calls of `scheduler.step` since `set_timesteps`, which is the loop's own counter; `total` is the
+    number of iterations this run makes (n+1 for PNDM, fewer with strength); `call` counts the denoiser's calls since
+    the last scheduler step.
     """
 
     index: int = 0
@@ -230,7 +237,8 @@ class Step:
 
 
 def in_window(step: Step, window: Window) -> bool:
-    """Whether `step` lies in the half-open window: fractions of the run when a bound is a float, step indices when both are ints."""
+    """Whether `step` lies in the half-open window: fractions of the run when a bound is a float, step indices when both
+    are ints."""
     start, stop = window
     if isinstance(start, int) and isinstance(stop, int):
         return start <= step.index < stop
@@ -242,7 +250,8 @@ def in_window(step: Step, window: Window) -> bool:
 
 @dataclass(frozen=True)
 class Bias:
-    """An additive low-rank bias: logits += left @ right^T, after the scale and before the softmax.  `left` None stands for ones (a key bias)."""
+    """An additive low-rank bias: logits += left @ right^T, after the scale and before the softmax.  `left` None stands
+    for ones (a key bias)."""
 
     left: Float[Tensor, "#b #h n r"] | None
     right: Float[Tensor, "#b #h m r"]
@@ -252,7 +261,8 @@ class Bias:
 class AttentionCall:
     """One softmax-attention operation: after projections, q/k norms and RoPE, before the output projection.
 
-    `scale` None stands for 1/sqrt(d).  `part` numbers the operations of one module (an image adapter issues several).  A call with `probe=True`
+    `scale` None stands for 1/sqrt(d).  `part` numbers the operations of one module (an image adapter issues several).
+    A call with `probe=True`
     carries an indicator as value: the chain must stay linear in it, and nobody counts, stores or reuses it.
     """
 
@@ -297,7 +307,8 @@ class AttentionCall:
         return self.borrow(index).replace(value=self.value[index], rows=table.take(rows))
 
     def borrow(self, index: Int[Tensor, "b"]) -> AttentionCall:
-        """The call with queries, keys, mask and bias of the batch entries `index`, and its own values: their attention maps on these values."""
+        """The call with queries, keys, mask and bias of the batch entries `index`, and its own values: their attention
+        maps on these values."""
         pick = lambda x: x if x is None or x.shape[0] == 1 else x[index]  # noqa: E731
         return self.replace(
             query=self.query[index],
@@ -332,15 +343,16 @@ class Attend(Protocol):
     def __call__(self, call: AttentionCall, /) -> Float[Tensor, "b h n c"]: ...
 
 
-# ------------------------------------------------------------------------------------------------- denoiser and scheduler
+# ----------------------------------------------------------------------------------------------- denoiser and scheduler
 
 
 @dataclass(frozen=True)
 class DenoiseCall:
     """One call of the denoiser.
 
-    `latents` has one row per image, as `scheduler.step` will get them: unscaled, without channels or reference tokens the pipeline appends.
-    `inputs` holds every argument of `forward` by name, as the pipeline gave it.  `denoiser` is the name of the pipeline's component.
+    `latents` has one row per image, as `scheduler.step` will get them: unscaled, without channels or reference tokens
+    the pipeline appends. `inputs` holds every argument of `forward` by name, as the pipeline gave it.  `denoiser` is
+    the name of the pipeline's component.
     """
 
     latents: Float[Tensor, "images ..."]
@@ -350,7 +362,8 @@ class DenoiseCall:
     denoiser: str = "unet"
 
     def replace(self, **changes: Any) -> DenoiseCall:
-        """A copy with these fields changed.  New `latents` are scaled, repeated over branches and put into the model's input by the engine."""
+        """A copy with these fields changed.  New `latents` are scaled, repeated over branches and put into the model's
+        input by the engine."""
         return dataclasses.replace(self, **changes)
 
 
@@ -371,8 +384,8 @@ Denoise = Callable[[DenoiseCall], Prediction]
 class StepCall:
     """One `scheduler.step`: the guided prediction and the latents before it, one row per image.
 
-    `rows` has one row per image (prompt and image columns); `grid` is the image's token grid for latents that are packed into tokens
-    (batch, tokens, channels), else the latent's own height and width (or frames, height, width).
+    `rows` has one row per image (prompt and image columns); `grid` is the image's token grid for latents that are
+    packed into tokens (batch, tokens, channels), else the latent's own height and width (or frames, height, width).
     """
 
     prediction: Float[Tensor, "images ..."]

@@ -1,4 +1,5 @@
-"""One attention module that is hooked: from its attention operation to the call object, through the controls, to the kernel."""
+"""One attention module that is hooked: from its attention operation to the call object, through the controls, to the
+kernel."""
 
 from __future__ import annotations
 
@@ -61,9 +62,11 @@ class _Link:
 
 
 class Slot:
-    """The state of one hooked attention module: its site, its chain of controls, the layouts of its tokens, and counters.
+    """The state of one hooked attention module: its site, its chain of controls, the layouts of its tokens, and
+    counters.
 
-    entered counts forwards of the module and calls its operations, both outside of compiled graphs; compiled tells whether one ran inside.
+    entered counts forwards of the module and calls its operations, both outside of compiled graphs; compiled tells
+    whether one ran inside.
     """
 
     def __init__(self, site: Site, module: torch.nn.Module, denoiser: Denoiser) -> None:
@@ -93,7 +96,8 @@ class Slot:
         self.query_tokens, self.key_tokens = site_tokens(self.site, family, geometry)
 
     def prepare(self, image_prompt: bool) -> None:
-        """Before a denoiser call: refuse a processor the op cannot see, and tell an image adapter's operations from the module's own."""
+        """Before a denoiser call: refuse a processor the op cannot see, and tell an image adapter's operations from the
+        module's own."""
         processor = type(self.module.processor)
         why = _hidden(processor)
         if why is not None:
@@ -104,11 +108,21 @@ class Slot:
             self.own_part = 0 if "IP" in processor.__name__ else None
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, causal: bool, scale: float | None, part: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+        part: int,
     ) -> Tensor:
         """The attention operation `part` of a forward of the module."""
         if dropout:
-            raise ValueError(f"attention dropout {dropout} at {self.site.name}: controls act on inference only; call .eval()")
+            raise ValueError(
+                f"attention dropout {dropout} at {self.site.name}: controls act on inference only; call .eval()"
+            )
         if key.shape[1] != query.shape[1]:  # grouped queries: controls see one key head per query head
             groups = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -125,7 +139,8 @@ class Slot:
             kind, key_tokens = "ip", _UNKNOWN
         denoiser = self.denoiser
         call = AttentionCall(
-            query=query, key=key, value=value, mask=mask, scale=scale, causal=causal, kind=kind, part=part, site=self.site,
+            query=query, key=key, value=value, mask=mask, scale=scale, causal=causal, kind=kind, part=part,
+            site=self.site,
             rows=denoiser.op_rows(query.shape[0]), query_tokens=query_tokens, key_tokens=key_tokens,
             latent=denoiser.latent, step=denoiser.step,
         )  # fmt: skip
@@ -140,7 +155,9 @@ class Slot:
             if reasons:
                 kernel, name = intercept.native(), f"native instead of {backend}: {'; '.join(reasons)}"
         if kernel is intercept.native() and isinstance(call.mask, BlockMask):
-            raise ValueError(f"the block mask of {self.site.name} needs the flex backend, which cannot run this call: {name}")
+            raise ValueError(
+                f"the block mask of {self.site.name} needs the flex backend, which cannot run this call: {name}"
+            )
         if not torch.compiler.is_compiling():
             self.kernels[name] += 1
         return end.attend(call, kernel)

@@ -1,7 +1,7 @@
 """Model families as data: where their attention layers are, how tokens and rows are ordered, what they cannot do.
 
-One `Family` per row; controls never ask what model they run on.  A model that is in no row is described by inspection (`unknown`), and `attach`
-says what was assumed.  Names are those of diffusers 0.42.
+One `Family` per row; controls never ask what model they run on.  A model that is in no row is described by inspection
+(`unknown`), and `attach` says what was assumed.  Names are those of diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ __all__ = ["FAMILIES", "Family", "Geometry", "family_of", "find_sites", "linear_
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one denoiser call: the latent's own (frames, height, width or height, width; empty where unknown), the image's token grid (None for
-    UNets, whose sites differ), the text length, and the grids of reference images that follow the image tokens."""
+    """Sizes of one denoiser call: the latent's own (frames, height, width or height, width; empty where unknown), the
+    image's token grid (None for UNets, whose sites differ), the text length, and the grids of reference images that
+    follow the image tokens."""
 
     latent: tuple[int, ...]
     grid: tuple[int, ...] | None = None
@@ -42,9 +43,11 @@ class Family:
     order: segments of a joint sequence, in order
     branches: rows of a batched classifier-free guidance call, in order; calls: branches of separate calls, in order
     measure: (inputs of forward, model) -> Geometry
-    packed: 0 for latents with a height and width; for latents that are tokens, their channels per `out_channels` of the denoiser
+    packed: 0 for latents with a height and width; for latents that are tokens, their channels per `out_channels` of the
+    denoiser
     joint: the default of methods that know two forms of joint attention
-    texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the sequence);
+    texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the
+    sequence);
         lowers: whether the pipeline lower-cases and strips prompts first
     refused: why no control can be attached; lacks: needs of controls that cannot be met
     """
@@ -111,11 +114,16 @@ def _qwen(inputs: Mapping[str, Any], model: Any) -> Geometry:
     )
 
 
-_UNET_SITES = tuple(
-    (rf"{block}.*\.{attn}", kind, place)
-    for place, block in (("down", r"down_blocks\.(\d+)\."), ("mid", r"mid_block()\."), ("up", r"up_blocks\.(\d+)\."))
-    for attn, kind in (("attn1", "self"), ("attn2", "cross"))
-) + (
+_UNET_SITES = (
+    *(
+        (rf"{block}.*\.{attn}", kind, place)
+        for place, block in (
+            ("down", r"down_blocks\.(\d+)\."),
+            ("mid", r"mid_block()\."),
+            ("up", r"up_blocks\.(\d+)\."),
+        )
+        for attn, kind in (("attn1", "self"), ("attn2", "cross"))
+    ),
     (r"down_blocks\.(\d+)\.attentions\.\d+", "added", "down"),
     (r"mid_block()\.attentions\.\d+", "added", "mid"),
     (r"up_blocks\.(\d+)\.attentions\.\d+", "added", "up"),
@@ -187,7 +195,10 @@ FAMILIES: tuple[Family, ...] = (
         models=("MochiTransformer3DModel",),
         sites=((r"transformer_blocks\.(\d+)\.attn1", "joint", "double"),),
         measure=_patched,
-        refused="it runs one attention operation per batch row, each with its own text length, so rows never meet in one call",
+        refused=(
+            "it runs one attention operation per batch row, each with its own text length, so rows never meet in "
+            "one call"
+        ),
     ),
 )
 
@@ -214,7 +225,10 @@ def unknown(model: torch.nn.Module) -> Family:
             f"latents are the input {latent_input!r}",
             "the order of text and image in joint attention is unknown: controls that need segments are refused",
         ),
-        lacks={"segments": "the order of its tokens is not in the table", "rope": "its rotary embedding is not in the table"},
+        lacks={
+            "segments": "the order of its tokens is not in the table",
+            "rope": "its rotary embedding is not in the table",
+        },
     )
 
 
@@ -237,10 +251,23 @@ def find_sites(model: torch.nn.Module, family: Family, denoiser: str) -> list[tu
         kind, where, block = place
         heads = int(getattr(module, "heads", 0))
         inner = getattr(module, "inner_dim", None) or getattr(getattr(module, "to_q", None), "out_features", 0)
-        found.append((where, block, module, Site(
-            name=name, kind=kind, place=where, block=block, heads=heads, head_dim=inner // heads if heads else 0,
-            scale=_scale(where, block, model, family), denoiser=denoiser,
-        )))
+        found.append(
+            (
+                where,
+                block,
+                module,
+                Site(
+                    name=name,
+                    kind=kind,
+                    place=where,
+                    block=block,
+                    heads=heads,
+                    head_dim=inner // heads if heads else 0,
+                    scale=_scale(where, block, model, family),
+                    denoiser=denoiser,
+                ),
+            )
+        )
     rank = {"down": 0, "mid": 1, "up": 2}
     found.sort(key=lambda entry: rank.get(entry[0], 0))  # stable: named_modules lists up_blocks before mid_block
     return [(module, dataclasses.replace(site, index=i)) for i, (_, _, module, site) in enumerate(found)]

@@ -1,13 +1,17 @@
 """The only file that changes objects it does not own; everything it changes is put back, whatever happens.
 
- 1. Hooked objects (attention modules, denoisers, the scheduler, the pipeline) get a *twin*: a cached subclass of their own class under the same name,
-    with a few methods that report to a state the object carries.  `__dict__` is otherwise untouched, `isinstance` holds, processors and `forward` stay
-    the user's, so LoRA, IP-Adapter, fused projections, accelerate and cache hooks go on working and may come and go while a run is open.  Without a
-    state a twin acts as its base; copies and pickles of a hooked object are plain.
- 2. `torch.nn.functional.scaled_dot_product_attention`, where every softmax attention of diffusers ends, asks the thread-local site while a run is open;
+ 1. Hooked objects (attention modules, denoisers, the scheduler, the pipeline) get a *twin*: a cached subclass of their
+ own class under the same name,
+    with a few methods that report to a state the object carries.  `__dict__` is otherwise untouched, `isinstance`
+    holds, processors and `forward` stay the user's, so LoRA, IP-Adapter, fused projections, accelerate and cache hooks
+    go on working and may come and go while a run is open.  Without a state a twin acts as its base; copies and pickles
+    of a hooked object are plain.
+ 2. `torch.nn.functional.scaled_dot_product_attention`, where every softmax attention of diffusers ends, asks the
+ thread-local site while a run is open;
     without one it is the original.  Other backends are wrapped in diffusers' own table.
 
-Nothing else is looked up inside a compiled graph: what depends on the step lies in plain attributes set before the denoiser runs.
+Nothing else is looked up inside a compiled graph: what depends on the step lies in plain attributes set before the
+denoiser runs.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ lock = threading.RLock()
 
 
 class _Here(threading.local):
-    """Where this thread is: inside which site, at which of its operations, and the kernel its operation was meant for."""
+    """Where this thread is: inside which site, at which of its operations, and the kernel its operation was meant
+    for."""
 
     def __init__(self) -> None:  # in each thread: an attribute that appears later costs a compiled model another graph
         self.slot: Any = None
@@ -132,7 +137,10 @@ def _denoiser(base: Any) -> dict[str, Any]:
         if state is None or state.inside:
             return call(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            raise RuntimeError("a denoiser with controls was traced from outside; compile the denoiser itself (or its blocks), not its caller")
+            raise RuntimeError(
+                "a denoiser with controls was traced from outside; compile the denoiser itself (or its blocks), not "
+                "its caller"
+            )
         return state.run(functools.partial(call, self), args, kwargs)
 
     methods: dict[str, Any] = {"__call__": __call__}
@@ -171,7 +179,8 @@ _METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 class _Method:
-    """A method of a twin: the object's own (instance attributes others have set included), handed to `state.on_<name>` with its arguments."""
+    """A method of a twin: the object's own (instance attributes others have set included), handed to `state.on_<name>`
+    with its arguments."""
 
     def __init__(self, base: type, name: str) -> None:
         self.base, self.name = base, name
@@ -187,7 +196,11 @@ class _Method:
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
             state = state_of(owner)  # asked anew: whoever keeps the method may call it after the run was closed
-            return original(*args, **kwargs) if state is None else getattr(state, f"on_{self.name}")(original, *args, **kwargs)
+            return (
+                original(*args, **kwargs)
+                if state is None
+                else getattr(state, f"on_{self.name}")(original, *args, **kwargs)
+            )
 
         return method
 
@@ -277,7 +290,13 @@ def _backend(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _enter_backend(
-    name: str, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any
+    name: str,
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    **kwargs: Any,
 ) -> Tensor:
     if isinstance(attn_mask, Tensor) and attn_mask.ndim == 2:
         attn_mask = attn_mask[:, None, None, :]
@@ -301,8 +320,15 @@ def _enter(
 ) -> Tensor:
     slot, part = here.slot, here.part
     if others:
-        raise ValueError(f"{slot.site.name} asks its attention kernel for {sorted(others)}, which controls cannot keep; choose other sites")
-    here.slot, here.backend, here.kernel = None, backend, kernel  # what controls and kernels call is not this site's attention
+        raise ValueError(
+            f"{slot.site.name} asks its attention kernel for {sorted(others)}, which controls cannot keep; choose "
+            "other sites"
+        )
+    here.slot, here.backend, here.kernel = (
+        None,
+        backend,
+        kernel,
+    )  # what controls and kernels call is not this site's attention
     try:
         return slot.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, part)
     finally:

@@ -25,7 +25,8 @@ class ControlReport:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site: attention operations seen, the controls on it, and how often each kernel ran (with the reason where it was not the user's)."""
+    """One site: attention operations seen, the controls on it, and how often each kernel ran (with the reason where it
+    was not the user's)."""
 
     site: Site
     calls: int

@@ -35,8 +35,9 @@ def rows_of(
 ) -> Rows:
     """The table of a call with `count` rows.
 
-    branches: of a batched guidance call; own: the branch of this call where guidance runs as separate calls, else None; prompts and images: as the pipeline's
-    `encode_prompt` was asked, None when it was not called; guided: whether the pipeline uses guidance (only asked when prompts is None).
+    branches: of a batched guidance call; own: the branch of this call where guidance runs as separate calls, else None;
+    prompts and images: as the pipeline's `encode_prompt` was asked, None when it was not called; guided: whether the
+    pipeline uses guidance (only asked when prompts is None).
     """
     if own is not None:
         branches = (own,)
@@ -60,7 +61,8 @@ def fold(rows: Rows, batch: int) -> Rows:
     """The table for an operation with `batch` entries: frames or pixels of a row lie in the batch, row-major."""
     if batch % len(rows):
         raise ValueError(
-            f"an attention operation has {batch} batch entries for the denoiser's {len(rows)} rows: this model does not keep rows together"
+            f"an attention operation has {batch} batch entries for the denoiser's {len(rows)} rows: this model does "
+            "not keep rows together"
         )
     return dataclasses.replace(rows, fold=batch // len(rows))
 
@@ -76,8 +78,11 @@ def latents_of(fed: Tensor, images: int, family: Family, geometry: Geometry, mod
     return latents if own is None or own >= latents.shape[dim] else latents.narrow(dim, 0, own)
 
 
-def with_latents(inputs: Mapping[str, Any], family: Family, latents: Tensor, rows: Rows, images: int, scaled: Scaled | None) -> dict[str, Any]:
-    """The inputs with `latents` (one row per image) scaled, repeated over the rows, and put in front of what the pipeline appended."""
+def with_latents(
+    inputs: Mapping[str, Any], family: Family, latents: Tensor, rows: Rows, images: int, scaled: Scaled | None
+) -> dict[str, Any]:
+    """The inputs with `latents` (one row per image) scaled, repeated over the rows, and put in front of what the
+    pipeline appended."""
     old = inputs[family.latent_input]
     index = torch.tensor([origin % images for origin in rows.origin], device=old.device)
     new = (latents if scaled is None else scaled(latents)).to(old.dtype)[index]

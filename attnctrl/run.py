@@ -126,7 +126,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         unused = [] if error is not None or self.closed else self._unused()
         self.close()
         for message in unused:
@@ -138,7 +140,9 @@ class Run:
         ran = any(self._denoiser_calls(denoiser) for denoiser in denoisers)
         messages = []
         for control in self.controls:
-            slots = [slot for denoiser in denoisers for slot in denoiser.slots if any(c is control for c in slot.controls)]
+            slots = [
+                slot for denoiser in denoisers for slot in denoiser.slots if any(c is control for c in slot.controls)
+            ]
             if hasattr(control, "attention") and not any(self._counts(slot)[0] or slot.compiled for slot in slots):
                 why = "its sites did not run" if ran else "the denoiser did not run"
                 messages.append(f"{_name(control)} was attached but never called: {why}")
@@ -183,21 +187,27 @@ class Run:
             if slot.controls
         )
         assumed = tuple(f"{denoiser.family.name}: {text}" for denoiser in denoisers for text in denoiser.family.assumed)
-        return Report(controls, sites, {denoiser.name: self._denoiser_calls(denoiser) for denoiser in denoisers}, assumed)
+        return Report(
+            controls, sites, {denoiser.name: self._denoiser_calls(denoiser) for denoiser in denoisers}, assumed
+        )
 
 
 def attach(target: Any, *controls: Any) -> Run:
     """Attach controls to a diffusers pipeline, or to a bare denoiser, until the returned run is closed.
 
-    The first control is the outermost; controls are sorted by stage (observe, reuse, edit, kernel), the order given holding within one.
+    The first control is the outermost; controls are sorted by stage (observe, reuse, edit, kernel), the order given
+    holding within one.
 
-    Raises TypeError when an object has none of the methods attention, denoise, step; ValueError when the model cannot be controlled, when a
-    control's sites match nothing, when it needs what the model does not have, or when two `kernel` controls meet at a site.
+    Raises TypeError when an object has none of the methods attention, denoise, step; ValueError when the model cannot
+    be controlled, when a control's sites match nothing, when it needs what the model does not have, or when two
+    `kernel` controls meet at a site.
     """
     _check_controls(controls)
     models = denoisers_of(target)
     if not models:
-        raise ValueError(f"{type(target).__name__} has no denoiser; pass a diffusers pipeline, or its UNet or transformer")
+        raise ValueError(
+            f"{type(target).__name__} has no denoiser; pass a diffusers pipeline, or its UNet or transformer"
+        )
     with intercept.lock:
         known = {name: getattr(outer, "_orig_mod", outer) for name, outer in models.items()}
         denoisers = [intercept.state_of(model) or Denoiser(name, model) for name, model in known.items()]
@@ -224,11 +234,16 @@ def attach(target: Any, *controls: Any) -> Run:
             raise
     for denoiser in denoisers:
         if denoiser.family.assumed:
-            warnings.warn(f"{denoiser.family.name} is not in the table; assumed: {'; '.join(denoiser.family.assumed)}", stacklevel=2)
+            warnings.warn(
+                f"{denoiser.family.name} is not in the table; assumed: {'; '.join(denoiser.family.assumed)}",
+                stacklevel=2,
+            )
     for denoiser in session.denoisers.values():
         if len(denoiser.sessions) > 1:
             warnings.warn(
-                f"the {denoiser.name} is shared with another attached pipeline: the controls of both act on both while they are open", stacklevel=2
+                f"the {denoiser.name} is shared with another attached pipeline: the controls of both act on both "
+                "while they are open",
+                stacklevel=2,
             )
     return run
 
@@ -259,7 +274,9 @@ def _refuse(controls: Sequence[Any], denoiser: Denoiser) -> None:
         raise ValueError(f"{type(model).__name__} cannot be controlled: {family.refused}")
     parallel = getattr(model, "_parallel_config", None)
     if parallel is not None:
-        raise ValueError(f"{type(model).__name__} runs with {parallel}: attention sees only a shard of the tokens; disable it")
+        raise ValueError(
+            f"{type(model).__name__} runs with {parallel}: attention sees only a shard of the tokens; disable it"
+        )
     for control in controls:
         for need in sorted(getattr(control, "needs", ())):
             if need in family.lacks:
@@ -270,7 +287,9 @@ def _check_sites(controls: Sequence[Any], denoisers: Sequence[Denoiser]) -> None
     """Raise where a control would reach no site."""
     sites = [site for denoiser in denoisers for site in denoiser.sites]
     linear = [name for denoiser in denoisers for name in denoiser.linear]
-    has = describe(sites) + (f"; {len(linear)} layers of linear attention, which has no softmax to control" if linear else "")
+    has = describe(sites) + (
+        f"; {len(linear)} layers of linear attention, which has no softmax to control" if linear else ""
+    )
     for control in controls:
         if not hasattr(control, "attention"):
             continue
@@ -279,7 +298,10 @@ def _check_sites(controls: Sequence[Any], denoisers: Sequence[Denoiser]) -> None
             select(sites, selector)
         if not _matching(control, sites):
             wanted = f"{', '.join(sorted(kinds))} sites" if kinds else "attention sites"
-            raise ValueError(f"{_name(control)} acts on {wanted}{f' among {selector!r}' if selector else ''}, and none is left; this model has {has}")
+            raise ValueError(
+                f"{_name(control)} acts on {wanted}{f' among {selector!r}' if selector else ''}, and none is left; "
+                f"this model has {has}"
+            )
         heads = getattr(control, "heads", None)
         if isinstance(heads, HeadSet):
             heads.check(sites)
@@ -300,7 +322,9 @@ def _check_kernels(denoiser: Denoiser) -> None:
     for slot in denoiser.slots:
         kernels = [_name(control) for control in slot.controls if stage(control) == "kernel"]
         if len(kernels) > 1:
-            raise ValueError(f"{' and '.join(kernels)} both compute the softmax at {slot.site.name}; give them different sites")
+            raise ValueError(
+                f"{' and '.join(kernels)} both compute the softmax at {slot.site.name}; give them different sites"
+            )
 
 
 def _name(control: Any) -> str:

@@ -1,7 +1,9 @@
-"""Where a pipeline with controls is: its clock, the rows and sizes of the current denoiser call, and the chains of its denoisers and scheduler.
+"""Where a pipeline with controls is: its clock, the rows and sizes of the current denoiser call, and the chains of its
+denoisers and scheduler.
 
-A run of the pipeline begins with its `__call__`; where someone writes the loop by hand, with `encode_prompt` or `set_timesteps` after the
-last loop.  An iteration ends with `scheduler.step`.  Latents are never remembered from one iteration to the next.
+A run of the pipeline begins with its `__call__`; where someone writes the loop by hand, with `encode_prompt` or
+`set_timesteps` after the last loop.  An iteration ends with `scheduler.step`.  Latents are never remembered from one
+iteration to the next.
 """
 
 from __future__ import annotations
@@ -153,8 +155,10 @@ class Denoiser:
         for slot, entered, calls in before:
             if slot.entered > entered and slot.calls == calls and not slot.compiled:
                 raise RuntimeError(
-                    f"{slot.site.name} ran, but no attention operation was seen: its processor {type(slot.module.processor).__name__} "
-                    "computes attention by itself; set a processor that calls torch's scaled_dot_product_attention, or choose other sites"
+                    f"{slot.site.name} ran, but no attention operation was seen: its processor "
+                    f"{type(slot.module.processor).__name__} "
+                    "computes attention by itself; set a processor that calls torch's scaled_dot_product_attention, "
+                    "or choose other sites"
                 )
         if not outputs:
             raise RuntimeError("no control called the denoiser; call it and change what it returns")
@@ -177,7 +181,8 @@ class Denoiser:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `encode_prompt` was asked: how many prompts, how many images of each, and the texts where it was given texts."""
+    """What `encode_prompt` was asked: how many prompts, how many images of each, and the texts where it was given
+    texts."""
 
     prompts: int
     images: int
@@ -227,18 +232,21 @@ class Session:
 
     @property
     def now(self) -> Session:
-        """The session in charge: of those that share a denoiser with this one, the one whose pipeline began to run last."""
+        """The session in charge: of those that share a denoiser with this one, the one whose pipeline began to run
+        last."""
         return max((s for d in self.denoisers.values() for s in d.sessions), key=lambda s: s.started, default=self)
 
     @property
     def sharing(self) -> list[Run]:
-        """Open runs whose controls act on this pipeline: its own, and those of pipelines that share a denoiser with it."""
+        """Open runs whose controls act on this pipeline: its own, and those of pipelines that share a denoiser with
+        it."""
         return list(dict.fromkeys(run for denoiser in self.denoisers.values() for run in denoiser.runs))
 
     # -- hooks
 
     def open(self) -> None:
-        """Hook what the target has now; called again at the beginning of each run, for components replaced meanwhile."""
+        """Hook what the target has now; called again at the beginning of each run, for components replaced
+        meanwhile."""
         for name, outer in denoisers_of(self.target).items():
             model: Any = getattr(outer, "_orig_mod", outer)
             denoiser = self.denoisers.get(name)
@@ -326,7 +334,8 @@ class Session:
         """A step of the scheduler, through the controls' `step`."""
         if self.ran is None and self.denoisers:
             raise RuntimeError(
-                f"the scheduler stepped, but none of {', '.join(self.denoisers)} ran: the pipeline's denoiser was replaced or compiled since "
+                f"the scheduler stepped, but none of {', '.join(self.denoisers)} ran: the pipeline's denoiser was "
+                "replaced or compiled since "
                 "its call began; attach again"
             )
         controls = [control for run in self.sharing for control in run.controls if hasattr(control, "step")]
@@ -336,7 +345,9 @@ class Session:
         self.unscaled = self.scaled = None
         return out
 
-    def _step(self, controls: Sequence[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _step(
+        self, controls: Sequence[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         extra = bound.pop("kwargs", {})
         given = {**bound, **extra}
@@ -348,7 +359,9 @@ class Session:
 
         latents = chain(controls, "step", last)(self._step_call(given))
         if not outputs:
-            raise RuntimeError("a control replaced scheduler.step without calling it; pin latents after calling it instead")
+            raise RuntimeError(
+                "a control replaced scheduler.step without calling it; pin latents after calling it instead"
+            )
         return with_first(outputs[-1], latents)
 
     # -- calls
@@ -362,7 +375,8 @@ class Session:
         given = inputs.get(family.latent_input)
         if not isinstance(given, Tensor):
             raise ValueError(
-                f"{type(model).__name__} takes {family.latent_input!r} as {type(given).__name__}, not as one tensor with a row per image: "
+                f"{type(model).__name__} takes {family.latent_input!r} as {type(given).__name__}, not as one tensor "
+                "with a row per image: "
                 "controls cannot tell its rows"
             )
         geometry = family.measure(inputs, model)
@@ -375,19 +389,28 @@ class Session:
                 slot.prepare(image_prompt=inputs.get("encoder_hidden_states_image") is not None)
         branch = None
         if family.calls:
-            branch = denoiser.context if denoiser.context in family.calls else family.calls[min(self.calls, len(family.calls) - 1)]
+            branch = (
+                denoiser.context
+                if denoiser.context in family.calls
+                else family.calls[min(self.calls, len(family.calls) - 1)]
+            )
         denoiser.context = None
         denoiser.rows = rows_of(
-            len(given), branches=branches_of(self.pipeline, family), own=branch, prompts=self.asked.prompts if self.asked else None,
-            images=self.asked.images if self.asked else 1, guided=bool(getattr(self.pipeline, "do_classifier_free_guidance", False)),
+            len(given), branches=branches_of(self.pipeline, family), own=branch,
+            prompts=self.asked.prompts if self.asked else None,
+            images=self.asked.images if self.asked else 1,
+            guided=bool(getattr(self.pipeline, "do_classifier_free_guidance", False)),
         )  # fmt: skip
         denoiser.step = self._step_now(inputs.get("timestep"))
         images = len(set(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True)))
         latents = latents_of(given if self.unscaled is None else self.unscaled, images, family, geometry, model)
-        return DenoiseCall(latents=latents, inputs=inputs, rows=denoiser.rows, step=denoiser.step, denoiser=denoiser.name)
+        return DenoiseCall(
+            latents=latents, inputs=inputs, rows=denoiser.rows, step=denoiser.step, denoiser=denoiser.name
+        )
 
     def _step_now(self, timestep: Any) -> Step:
-        """Where the loop is.  A timestep that lies on an accelerator is not read, which would wait for it: it is nan."""
+        """Where the loop is.  A timestep that lies on an accelerator is not read, which would wait for it: it is
+        nan."""
         if isinstance(timestep, Tensor):
             timestep = timestep.flatten()[0].item() if timestep.device.type == "cpu" else float("nan")
         total = self.total
@@ -404,7 +427,11 @@ class Session:
         family, geometry = denoiser.family, denoiser.geometry
         table = dict.fromkeys(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True))
         rows = Rows(
-            ("cond",) * len(table), tuple(p for p, _ in table), tuple(i for _, i in table), ("",) * len(table), tuple(range(len(table)))
+            ("cond",) * len(table),
+            tuple(p for p, _ in table),
+            tuple(i for _, i in table),
+            ("",) * len(table),
+            tuple(range(len(table))),
         )
         return StepCall(
             prediction=given["model_output"], sample=sample, rows=rows, step=denoiser.step, packed=bool(family.packed),

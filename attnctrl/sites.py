@@ -45,7 +45,8 @@ _TOKEN = re.compile(
 
 
 def select(sites: Sequence[Site], selector: str, *, missing_ok: bool = False) -> list[Site]:
-    """The sites that `selector` matches, in their order.  Raises ValueError for a bad selector, and (unless missing_ok) when nothing matches."""
+    """The sites that `selector` matches, in their order.  Raises ValueError for a bad selector, and (unless missing_ok)
+    when nothing matches."""
     test = _parse(selector)
     found = [site for site in sites if test(site)]
     if not found and not missing_ok:
@@ -62,7 +63,8 @@ def describe(sites: Iterable[Site]) -> str:
     for (place, kind), members in groups.items():
         blocks, scales = [s.block for s in members], [s.scale for s in members]
         phrases.append(
-            f"{place} {_span(blocks)} {kind} ({len(members)} sites, scale {_span(scales)}, {_span([s.heads for s in members])} heads)"
+            f"{place} {_span(blocks)} {kind} ({len(members)} sites, scale {_span(scales)}, "
+            f"{_span([s.heads for s in members])} heads)"
         )
     return "; ".join(phrases) or "no attention sites"
 
@@ -177,7 +179,9 @@ class HeadSet:
         for clause in filter(None, (part.strip() for part in self.text.split(";"))):
             selector, colon, heads = clause.rpartition(":")
             if not colon or not re.fullmatch(r"\*|\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*", heads.strip()):
-                raise ValueError(f"cannot read {clause!r} in the head set {self.text!r}; write 'selector: 3,5' or 'selector: *'")
+                raise ValueError(
+                    f"cannot read {clause!r} in the head set {self.text!r}; write 'selector: 3,5' or 'selector: *'"
+                )
             clauses.append((_parse(selector), None if heads.strip() == "*" else _numbers(heads)))
         if not clauses:
             raise ValueError("an empty head set; write 'selector: 3,5' or 'selector: *'")
