@@ -98,7 +98,7 @@ class Slot:
     def prepare(self, image_prompt: bool) -> None:
         """Before a denoiser call: refuse a processor the op cannot see, and tell an image adapter's operations from the
         module's own."""
-        processor = type(self.module.processor)
+        processor: Any = type(self.module.processor)
         why = _hidden(processor)
         if why is not None:
             raise ValueError(f"the attention of {self.site.name} cannot be seen under {processor.__name__}: {why}")

@@ -262,7 +262,7 @@ def find_sites(model: torch.nn.Module, family: Family, denoiser: str) -> list[tu
                     place=where,
                     block=block,
                     heads=heads,
-                    head_dim=inner // heads if heads else 0,
+                    head_dim=(inner or 0) // heads if heads else 0,
                     scale=_scale(where, block, model, family),
                     denoiser=denoiser,
                 ),
@@ -295,7 +295,7 @@ def _place(name: str, module: torch.nn.Module, family: Family) -> tuple[str, str
     return kind, place, int(number[1]) if number else 0
 
 
-def _scale(place: str, block: int, model: torch.nn.Module, family: Family) -> int:
+def _scale(place: str, block: int, model: Any, family: Family) -> int:
     if hasattr(model, "down_blocks"):
         deepest = len(model.down_blocks) - 1
         return 2 ** {"down": block, "mid": deepest, "up": deepest - block}.get(place, 0)

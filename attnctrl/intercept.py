@@ -54,7 +54,7 @@ def hook(owner: Any, kind: str, state: Any) -> None:
     """Let `owner` (a "site", "denoiser", "scheduler" or "pipeline") report to `state`."""
     owner.__dict__["_attnctrl"] = state
     if "_attnctrl_base" not in vars(type(owner)):
-        object.__setattr__(owner, "__class__", _twin(type(owner), kind))
+        object.__setattr__(owner, "__class__", _twin(type(owner), kind))  # type: ignore[arg-type]
 
 
 def unhook(owner: Any) -> None:
@@ -84,7 +84,7 @@ def _twin(base: type, kind: str) -> type:
 
 
 @functools.cache
-def _equal_to_base(meta: type) -> type:
+def _equal_to_base(meta: Any) -> type:
     """A metaclass whose classes equal their base: diffusers' `from_pipe` compares the types of components."""
 
     def __eq__(cls: Any, other: Any) -> bool:
@@ -98,10 +98,12 @@ def _equal_to_base(meta: type) -> type:
 
 def _plain_reduce(base: type) -> Callable[..., Any]:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        make, arguments, *rest = base.__reduce_ex__(self, protocol)
+        reduce: Any = base.__reduce_ex__
+        make, arguments, *rest = reduce(self, protocol)
         twin = type(self)
         make, *arguments = (base if x is twin else x for x in (make, *arguments))
-        if make is copyreg.__newobj__:  # pickle insists that this one makes the object's own class
+        # pickle insists that this one makes the object's own class
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             make = base.__new__
         if rest and isinstance(rest[0], dict):
             rest[0] = {name: value for name, value in rest[0].items() if name != "_attnctrl"}

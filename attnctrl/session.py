@@ -443,6 +443,6 @@ def _asked(given: Mapping[str, Any]) -> _Asked | None:
     prompt, embeds = given.get("prompt"), given.get("prompt_embeds")
     texts = None if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
     images = given.get("num_images_per_prompt") or given.get("num_videos_per_prompt") or 1
-    if texts is None and not isinstance(embeds, Tensor):
-        return None
-    return _Asked(len(embeds) if texts is None else len(texts), images, texts)
+    if texts is not None:
+        return _Asked(len(texts), images, texts)
+    return _Asked(len(embeds), images, None) if isinstance(embeds, Tensor) else None
