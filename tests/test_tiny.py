@@ -1,4 +1,5 @@
 """The tiny models run, repeat, and do what `Family` says about them; other tests rely on these facts."""
+
 import pytest
 import torch
 from tiny import FAMILIES, NEGATIVE, TEXT_LENGTH, VARIANTS, WORDS, Family, text_length, tokenizer, watch
@@ -7,7 +8,7 @@ EVERY = [*FAMILIES.values(), *VARIANTS.values()]
 every = pytest.mark.parametrize("family", EVERY, ids=lambda family: family.name)
 with_text = pytest.mark.parametrize("family", [f for f in EVERY if f.text], ids=lambda family: family.name)
 joint = pytest.mark.parametrize("family", [f for f in EVERY if f.order], ids=lambda family: family.name)
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")      # Mochi asks for float32 autocast, CPUs have none
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32 autocast, CPUs have none
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_rows_depend_on_their_prompt_and_their_seed_only(family, pipes):
     both = family.run(pipes(family), prompts=("a", "b"))
     for row, prompt in enumerate(("a", "b")):
         alone = family.run(pipes(family), prompts=(prompt,), seed=row)
-        torch.testing.assert_close(both[row:row + 1], alone, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(both[row : row + 1], alone, rtol=1e-3, atol=1e-3)
     same_noise = [torch.Generator().manual_seed(0) for _ in range(2)]
     twins = family.run(pipes(family), prompts=("a", "a"), generator=same_noise)
     torch.testing.assert_close(twins[0], twins[1], rtol=1e-5, atol=1e-5)
@@ -76,7 +77,7 @@ def test_guidance_changes_the_result(family, pipes):
 
 @every
 def test_several_images_per_prompt_stand_prompt_by_prompt(family, pipes):
-    four = family.run(pipes(family), prompts=("a", "d"), images=2)                # of one length: see build_qwen
+    four = family.run(pipes(family), prompts=("a", "d"), images=2)  # of one length: see build_qwen
     repeated = family.run(pipes(family), prompts=("a", "a", "d", "d"))
     assert four.shape[0] == 4
     torch.testing.assert_close(four, repeated, rtol=1e-3, atol=1e-3)
@@ -88,7 +89,7 @@ def test_bfloat16_runs(family, pipes, cfg):
     pipe = family.build(dtype=torch.bfloat16)
     latents = family.run(pipe, cfg=cfg)
     assert family.inputs(pipe)["prompt_embeds"].dtype == torch.bfloat16
-    keeps_float32 = family.name in ("wan", "wan22")                                 # the latents, not the model's input
+    keeps_float32 = family.name in ("wan", "wan22")  # the latents, not the model's input
     assert latents.dtype == (torch.float32 if keeps_float32 else torch.bfloat16)
     assert latents.isfinite().all()
 
@@ -115,7 +116,7 @@ def test_denoiser_calls_are_as_the_family_says(family, pipes, cfg, odd):
         texts = [text for name in names for text in (prompts if name == "cond" else [NEGATIVE] * 2)]
         op, image = call.ops[family.pooling], tokens(family, size)
         if family.rowwise:
-            for op, text in zip(call.ops[family.pooling:], texts * len(family.sites), strict=True):
+            for op, text in zip(call.ops[family.pooling :], texts * len(family.sites), strict=True):
                 assert op.key.shape[:1] + op.key.shape[2:3] == (1, image + text_length(text)) and op.mask is None
         elif family.order:
             assert op.query.shape == op.key.shape and op.key.shape[0] == rows
@@ -140,7 +141,7 @@ def test_segments_stand_in_the_stated_order_at_the_op(family, pipes):
         with watch(pipe, family) as calls:
             family.run(pipe, prompts=("a",), seed=seed, cfg=False)
         keys.append(calls[0].ops[family.pooling].key)
-    moved = (keys[0] - keys[1]).abs().amax((0, 1, 3)) > 0                             # (tokens,)
+    moved = (keys[0] - keys[1]).abs().amax((0, 1, 3)) > 0  # (tokens,)
     image = tokens(family, family.size)
     text = len(moved) - image
     assert text == (text_length("a") if family.masked else TEXT_LENGTH)
@@ -160,9 +161,9 @@ def test_attention_is_neither_flat_nor_one_hot(family, pipes):
     pipe = pipes(family)
     with watch(pipe, family) as calls:
         family.run(pipe)
-    for op in calls[0].ops[family.pooling:]:
+    for op in calls[0].ops[family.pooling :]:
         weights = (op.query @ op.key.mT * op.query.shape[-1] ** -0.5).softmax(-1)
-        largest = weights.amax(-1).mean() * weights.shape[-1]                          # 1 if flat
+        largest = weights.amax(-1).mean() * weights.shape[-1]  # 1 if flat
         assert largest > 1.1 and weights.amax(-1).mean() < 0.95
 
 
@@ -176,7 +177,7 @@ def test_words_go_through_the_text_encoders(family):
     other = family.run(pipe, prompts=("a red dog", "a blue dog"), text=True)
     assert (first[0] - other[0]).abs().max() > 1e-5
     torch.testing.assert_close(first[1], other[1], rtol=1e-4, atol=1e-4)
-    assert torch.equal(family.run(pipe), family.run(family.build()))                  # the denoiser is the same one
+    assert torch.equal(family.run(pipe), family.run(family.build()))  # the denoiser is the same one
 
 
 @with_text

@@ -474,8 +474,11 @@ def test_vae_and_text_encoders_are_never_reached(name):
         return family.run(pipe, prompts=("a red cat",), text=True, output_type="pt")
 
     running: list[int] = []
-    others = {key: module for key, module in pipe.components.items()
-              if isinstance(module, nn.Module) and key not in family.denoisers}
+    others = {
+        key: module
+        for key, module in pipe.components.items()
+        if isinstance(module, nn.Module) and key not in family.denoisers
+    }
     with untouched(pipe, run) as expected:
         assert expected.shape[1] == 3
         for module in (m for model in others.values() for m in model.modules()):
@@ -483,8 +486,10 @@ def test_vae_and_text_encoders_are_never_reached(name):
             module.register_forward_hook(lambda *_: running.pop() and None)
         with attach(pipe, Watches()) as handle:
             assert {site.denoiser for site in handle.sites} == names_of_denoisers
-            types = {key: [type(m).__dict__.get("_attnctrl_base") for m in module.modules()]
-                     for key, module in others.items()}
+            types = {
+                key: [type(m).__dict__.get("_attnctrl_base") for m in module.modules()]
+                for key, module in others.items()
+            }
             assert torch.equal(run(), expected)
     assert inside and not any(inside)
     assert names == names_of_denoisers
@@ -835,8 +840,10 @@ def test_a_processor_that_turns_out_to_hide_its_attention_is_named():
 
 def test_a_site_that_is_not_controlled_may_hide_its_attention():
     pipe = SD.build()
-    processors = {name: ByHand() if name.endswith("attn1.processor") else processor
-                  for name, processor in pipe.unet.attn_processors.items()}
+    processors = {
+        name: ByHand() if name.endswith("attn1.processor") else processor
+        for name, processor in pipe.unet.attn_processors.items()
+    }
     pipe.unet.set_attn_processor(processors)
     control = Scaled()
     control.kinds = {"cross"}
@@ -1069,7 +1076,8 @@ def shallow_flux() -> Any:
     pipe = FLUX.build()
     with tiny.seeded(0):
         pipe.transformer = FluxTransformer2DModel.from_config(
-            {**pipe.transformer.config, "num_layers": 1, "num_single_layers": 1}).eval()
+            {**pipe.transformer.config, "num_layers": 1, "num_single_layers": 1}
+        ).eval()
     return pipe
 
 

@@ -51,9 +51,7 @@ def watched(name, cfg=True, odd=False, prompts=("a", "b"), images=1, text=False)
     height, width = family.odd_size if odd else family.size
     return watch(
         pipe_of(name, text),
-        lambda pipe: family.run(
-            pipe, prompts=prompts, cfg=cfg, images=images, height=height, width=width, text=text
-        ),
+        lambda pipe: family.run(pipe, prompts=prompts, cfg=cfg, images=images, height=height, width=width, text=text),
     )
 
 

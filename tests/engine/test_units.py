@@ -238,9 +238,7 @@ PLACES = (("down", 0, 1), ("down", 1, 2), ("mid", 0, 4), ("up", 0, 4), ("up", 1,
 SITES = [
     Site(f"{place}.{block}.attn{i}", kind, place, block, index, heads=4, scale=scale)
     for index, (place, block, i, kind, scale) in enumerate(
-        (place, block, i, kind, scale)
-        for place, block, scale in PLACES
-        for i, kind in ((1, "self"), (2, "cross"))
+        (place, block, i, kind, scale) for place, block, scale in PLACES for i, kind in ((1, "self"), (2, "cross"))
     )
 ]
 
