@@ -76,6 +76,7 @@ class Slot:
         self.query_tokens = self.key_tokens = _UNKNOWN
         self.own_part: int | None = None  # where image prompts add operations to the module: which one is its own
         self.entered = self.calls = 0
+        self.seen: type | None = None  # the processor whose operations were seen last
         self.compiled = False
         self.kernels: Counter[str] = Counter()
 

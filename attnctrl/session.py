@@ -153,10 +153,12 @@ class Denoiser:
             self.inside = False
             self.rows = call.rows
         for slot, entered, calls in before:
-            if slot.entered > entered and slot.calls == calls and not slot.compiled:
+            processor = type(slot.module.processor)
+            if slot.calls > calls:
+                slot.seen = processor
+            elif slot.entered > entered and not slot.compiled and slot.seen is not processor:  # else a cache skipped it
                 raise RuntimeError(
-                    f"{slot.site.name} ran, but no attention operation was seen: its processor "
-                    f"{type(slot.module.processor).__name__} "
+                    f"{slot.site.name} ran, but no attention operation was seen: its processor {processor.__name__} "
                     "computes attention by itself; set a processor that calls torch's scaled_dot_product_attention, "
                     "or choose other sites"
                 )
