@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,15 +101,14 @@ def edit(
 
 
 def _strength(text: str) -> tuple[str, float]:
-    word, equals, factor = text.rpartition("=")
+    word, _, number = text.rpartition("=")
     try:
-        return (word, float(factor)) if word and equals else _fail_strength(text)
+        factor = float(number)
     except ValueError:
-        return _fail_strength(text)
-
-
-def _fail_strength(text: str) -> tuple[str, float]:
-    raise Fault(f"--strength is word=factor, such as green=2.0, not {text!r}")
+        factor = math.nan
+    if not word or not math.isfinite(factor):
+        raise Fault(f"--strength is word=factor, such as green=2.0, not {text!r}")
+    return word, factor
 
 
 def _check_output(output: Path) -> None:
@@ -130,6 +130,9 @@ def _load(model: str, device: str, dtype: str) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # else it remarks on torchvision, which nothing here needs
+    from diffusers.utils import logging as diffusers_logging
+
+    diffusers_logging.set_verbosity_error()
     from .pipelines import PromptToPromptPipeline
 
     types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

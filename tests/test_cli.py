@@ -35,6 +35,7 @@ def test_the_same_seed_gives_the_same_picture_and_another_seed_another(tmp_path)
     [
         (("--blend-word", "dog"), "has the words a, red, circle"),
         (("--strength", "green"), "--strength is word=factor"),
+        (("--strength", "green=nan"), "--strength is word=factor"),
         (("--strength", "dog=2"), "dog"),
         (("--dtype", "float8"), "--dtype is one of"),
         (("--model", "./nowhere"), "no such folder"),
