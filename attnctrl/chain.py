@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from . import attend as end
 from . import intercept
 from .call import Attend, AttentionCall, Site, Tokens
-from .families import Family, Geometry, site_tokens
+from .families import Family, Geometry, seen_kind, site_tokens
 from .intercept import here
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Slot:
         self.controls: tuple[Any, ...] = ()
         self.chain: Attend = self._kernel
         self.query_tokens = self.key_tokens = _UNKNOWN
+        self.images: tuple[int, ...] | None = None  # of a model that is in no row: numbers of tokens an image may have
+        self.text: int | None = None
         self.own_part: int | None = None  # where image prompts add operations to the module: which one is its own
         self.entered = self.calls = 0
         self.seen: type | None = None  # the processor whose operations were seen last
@@ -95,16 +97,20 @@ class Slot:
     def measure(self, family: Family, geometry: Geometry) -> None:
         """Take the sizes of the denoiser calls to come."""
         self.query_tokens, self.key_tokens = site_tokens(self.site, family, geometry)
+        self.images, self.text = None, geometry.text
+        if family.assumed and self.site.place not in ("down", "mid", "up"):
+            frames = geometry.latent[0] if len(geometry.latent) == 3 else 1
+            self.images = (self.query_tokens.length, self.query_tokens.length // frames)
 
-    def prepare(self, image_prompt: bool) -> None:
+    def prepare(self) -> None:
         """Before a denoiser call: refuse a processor the op cannot see, and tell an image adapter's operations from the
         module's own."""
         processor: Any = type(self.module.processor)
         why = _hidden(processor)
         if why is not None:
             raise ValueError(f"the attention of {self.site.name} cannot be seen under {processor.__name__}: {why}")
-        if self.site.kind == "cross" and image_prompt:
-            self.own_part = 1
+        if self.site.kind == "cross" and getattr(self.module, "add_k_proj", None) is not None:
+            self.own_part = 1  # Wan image-to-video: the image prompt comes first
         else:
             self.own_part = 0 if "IP" in processor.__name__ else None
 
@@ -134,6 +140,8 @@ class Slot:
         else:
             self.calls += 1
         kind = self.site.kind
+        if self.images is not None:
+            kind = seen_kind(kind, query.shape[2], key.shape[2], self.images, self.text)
         query_tokens = self.query_tokens if self.query_tokens.length == query.shape[2] else _UNKNOWN
         key_tokens = self.key_tokens if self.key_tokens.length == key.shape[2] else _UNKNOWN
         if self.own_part is not None and part != self.own_part:

@@ -7,6 +7,7 @@ One `Family` per row; controls never ask what model they run on.  A model that i
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +15,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .call import Segment, Site, Tokens
 
-__all__ = ["FAMILIES", "Family", "Geometry", "family_of", "find_sites", "linear_layers", "site_tokens", "unknown"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Geometry",
+    "family_of",
+    "find_sites",
+    "linear_layers",
+    "seen_kind",
+    "site_tokens",
+    "unknown",
+]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one denoiser call: the latent's own (frames, height, width or height, width; empty where unknown), the
-    image's token grid (None for UNets, whose sites differ), the text length, and the grids of reference images that
-    follow the image tokens."""
+    """Sizes of one denoiser call.
+
+    latent: the latent's own, (frames, height, width) or (height, width); empty where only `tokens`, their number, is
+    known.  grid: the image's token grid, None for UNets, whose sites differ.  text: the text's length.  references:
+    grids of reference images that follow the image tokens.  axis: the dimension of the latent's channels.
+    """
 
     latent: tuple[int, ...]
     grid: tuple[int, ...] | None = None
     text: int | None = None
     references: tuple[tuple[int, ...], ...] = ()
+    tokens: int = 0
+    axis: int = 1
 
 
 Measure = Callable[[Mapping[str, Any], Any], Geometry]
@@ -91,17 +108,26 @@ def _patched(inputs: Mapping[str, Any], model: Any) -> Geometry:
 def _flux(inputs: Mapping[str, Any], model: Any) -> Geometry:
     """FLUX position ids (tokens, 3): axis 0 is 0 for the image and 1, 2, ... for reference images."""
     ids = inputs["img_ids"]
-    ids = ids[0] if ids.ndim == 3 else ids
-    ids = ids.detach().float().cpu()
-    grids = []
-    for image in ids[:, 0].unique(sorted=True).tolist():
-        own = ids[ids[:, 0] == image]
-        spans = own[:, 1:].amax(0) - own[:, 1:].amin(0) + 1
-        grids.append((int(spans[0]), int(spans[1])))
+    grids = _grids.get(ids)
+    if grids is None:
+        own = (ids[0] if ids.ndim == 3 else ids).detach().float().cpu()
+        grids = []
+        for image in own[:, 0].unique(sorted=True).tolist():
+            places = own[own[:, 0] == image][:, 1:]
+            spans = places.amax(0) - places.amin(0) + 1
+            grids.append((int(spans[0]), int(spans[1])))
+        _grids[ids] = grids
     height, width = grids[0]
     return Geometry(
-        latent=(2 * height, 2 * width), grid=grids[0], text=_text_length(inputs), references=tuple(grids[1:])
+        latent=(2 * height, 2 * width),
+        grid=grids[0],
+        text=_text_length(inputs),
+        references=tuple(grids[1:]),
+        axis=2,
     )
+
+
+_grids = WeakIdKeyDictionary()  # of ids seen: a pipeline passes the same tensor all along, reading it waits for a GPU
 
 
 def _qwen(inputs: Mapping[str, Any], model: Any) -> Geometry:
@@ -110,7 +136,11 @@ def _qwen(inputs: Mapping[str, Any], model: Any) -> Geometry:
     grids = [(h, w) if f == 1 else (f, h, w) for f, h, w in shapes]
     *frames, height, width = grids[0]
     return Geometry(
-        latent=(*frames, 2 * height, 2 * width), grid=grids[0], text=_text_length(inputs), references=tuple(grids[1:])
+        latent=(*frames, 2 * height, 2 * width),
+        grid=grids[0],
+        text=_text_length(inputs),
+        references=tuple(grids[1:]),
+        axis=2,
     )
 
 
@@ -204,23 +234,33 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def _generic(inputs: Mapping[str, Any], model: Any) -> Geometry:
-    for name in ("sample", "hidden_states", "x"):
-        if isinstance(inputs.get(name), torch.Tensor):
-            return Geometry(latent=tuple(inputs[name].shape[2:]), text=_text_length(inputs))
-    raise ValueError(f"cannot find the latents among the inputs {sorted(inputs)} of {type(model).__name__}")
+    latents, text = inputs[_latent_input(model)], _text_length(inputs)
+    if latents.ndim < 4:
+        return Geometry(latent=(), text=text, tokens=latents.shape[1], axis=2)
+    channels = getattr(model.config, "in_channels", None)
+    axis = 2 if latents.ndim == 5 and latents.shape[1] != channels == latents.shape[2] else 1  # frames may come first
+    return Geometry(latent=tuple(n for d, n in enumerate(latents.shape) if d not in (0, axis)), text=text, axis=axis)
+
+
+def _latent_input(model: torch.nn.Module) -> str:
+    names = inspect.signature(type(model).forward).parameters
+    return next((name for name in ("sample", "hidden_states", "x") if name in names), "hidden_states")
 
 
 def unknown(model: torch.nn.Module) -> Family:
     """A family by inspection: self and cross sites; joint ones are found but their segments are not known."""
-    latent_input = "sample" if hasattr(model, "down_blocks") else "hidden_states"
+    latent_input = _latent_input(model)
+    takes = inspect.signature(type(model).forward).parameters.get(latent_input)
+    listed = takes is not None and str(takes.annotation).startswith(("list", "List", "typing.List"))
     return Family(
         name=f"unknown ({type(model).__name__})",
         models=(type(model).__name__,),
         sites=(),
         measure=_generic,
         latent_input=latent_input,
+        refused=f"it takes {latent_input!r} as a list, not as one tensor with a row per image" if listed else "",
         assumed=(
-            "sites are the modules with a `processor`; kinds from their projections",
+            "sites are the modules with a `processor`; kinds from their names, projections and numbers of tokens",
             "a batched guidance call holds the uncond rows first",
             f"latents are the input {latent_input!r}",
             "the order of text and image in joint attention is unknown: controls that need segments are refused",
@@ -292,7 +332,25 @@ def _place(name: str, module: torch.nn.Module, family: Family) -> tuple[str, str
         if crosses is None:
             crosses = q is not None and k is not None and q.in_features != k.in_features
         kind = "cross" if crosses else "self"
+        if kind == "self" and re.search(r"temp|motion|transformer_in\b", name):
+            kind = "temporal"
+        elif kind == "self" and "refiner" in name:
+            kind = "refiner"
     return kind, place, int(number[1]) if number else 0
+
+
+def seen_kind(kind: str, queries: int, keys: int, images: Sequence[int], text: int | None) -> str:
+    """The kind of an operation of a transformer that is in no row, whose site was taken for `kind` from its module.
+
+    images: the numbers of tokens that an image, or one frame of it, can have.
+    """
+    if kind != "self":
+        return kind
+    if queries != keys:
+        return "cross" if keys == text else "added"
+    if queries in images:
+        return kind
+    return "refiner" if queries == text else "joint"
 
 
 def _scale(place: str, block: int, model: Any, family: Family) -> int:
@@ -313,12 +371,14 @@ def _coarser(size: int, scale: int) -> int:
 
 def site_tokens(site: Site, family: Family, geometry: Geometry) -> tuple[Tokens, Tokens]:
     """Segments of the queries and of the keys at this site for sizes `geometry`."""
-    grid = geometry.grid or tuple(_coarser(size, site.scale) for size in geometry.latent)
-    image = [("image", math.prod(grid), grid)]
-    references = [(f"reference:{i}", math.prod(sizes), sizes) for i, sizes in enumerate(geometry.references)]
-    text = [("text", geometry.text or 0, None)]
+    grid = geometry.grid or tuple(_coarser(size, site.scale) for size in geometry.latent) or None
+    image: list[Any] = [("image", math.prod(grid) if grid else geometry.tokens, grid)]
+    references: list[Any] = [(f"reference:{i}", math.prod(sizes), sizes) for i, sizes in enumerate(geometry.references)]
+    text: list[Any] = [("text", geometry.text or 0, None)]
     if site.kind == "cross":
         return _line(image + references), _line(text)
+    if site.kind == "added":
+        return _line(image + references), _line(text + image + references)
     if site.kind == "joint":
         parts: dict[str, list[Any]] = {"image": image, "text": text, "references": references}
         joint = _line([part for name in family.order for part in parts[name]])

@@ -73,8 +73,8 @@ def latents_of(fed: Tensor, images: int, family: Family, geometry: Geometry, mod
     if family.packed and geometry.grid is not None:
         latents = latents[:, : math.prod(geometry.grid)]
     own = getattr(model.config, "out_channels", None)
-    dim = 2 if family.packed else 1
     own = own * family.packed if own and family.packed else own
+    dim = geometry.axis
     return latents if own is None or own >= latents.shape[dim] else latents.narrow(dim, 0, own)
 
 

@@ -227,7 +227,7 @@ def attach(target: Any, *controls: Any) -> Run:
                 denoiser.lay()
                 for slot in denoiser.slots:
                     if slot.controls:
-                        slot.prepare(image_prompt=False)
+                        slot.prepare()
                 _check_kernels(denoiser)
         except BaseException:
             run.close()
@@ -239,13 +239,27 @@ def attach(target: Any, *controls: Any) -> Run:
                 stacklevel=2,
             )
     for denoiser in session.denoisers.values():
-        if len(denoiser.sessions) > 1:
-            warnings.warn(
-                f"the {denoiser.name} is shared with another attached pipeline: the controls of both act on both "
-                "while they are open",
-                stacklevel=2,
-            )
+        for message in _limits(denoiser):
+            warnings.warn(message, stacklevel=2)
     return run
+
+
+def _limits(denoiser: Denoiser) -> list[str]:
+    """What the user should know of this denoiser."""
+    limits = []
+    if len(denoiser.sessions) > 1:
+        limits.append(
+            f"the {denoiser.name} is shared with another attached pipeline: the controls of both act on both while "
+            "they are open"
+        )
+    if denoiser.linear:
+        limits.append(
+            f"{len(denoiser.linear)} layers of the {denoiser.name} have linear attention, without a softmax, and stay "
+            f"as they are: {denoiser.linear[0]}, ..."
+        )
+    if getattr(denoiser.model, "is_cache_enabled", False):
+        limits.append(f"the {denoiser.name} has a cache: layers that it skips are not controlled in that call")
+    return limits
 
 
 def _session_of(target: Any, denoisers: Sequence[Denoiser]) -> Session | None:

@@ -388,7 +388,7 @@ class Session:
             if changed:
                 slot.measure(family, geometry)
             if slot.controls:
-                slot.prepare(image_prompt=inputs.get("encoder_hidden_states_image") is not None)
+                slot.prepare()
         branch = None
         if family.calls:
             branch = (
@@ -426,7 +426,9 @@ class Session:
     def _step_call(self, given: Mapping[str, Any]) -> StepCall:
         denoiser, sample = self.ran, given["sample"]
         assert denoiser is not None and denoiser.geometry is not None  # it has run
-        family, geometry = denoiser.family, denoiser.geometry
+        geometry = denoiser.geometry
+        packed = sample.ndim == 3
+        own = tuple(size for dim, size in enumerate(sample.shape) if dim not in (0, geometry.axis))
         table = dict.fromkeys(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True))
         rows = Rows(
             ("cond",) * len(table),
@@ -436,8 +438,8 @@ class Session:
             tuple(range(len(table))),
         )
         return StepCall(
-            prediction=given["model_output"], sample=sample, rows=rows, step=denoiser.step, packed=bool(family.packed),
-            grid=geometry.grid if family.packed else tuple(sample.shape[2:]), kwargs=given,
+            prediction=given["model_output"], sample=sample, rows=rows, step=denoiser.step, packed=packed,
+            grid=geometry.grid if packed else own, kwargs=given,
         )  # fmt: skip
 
 
