@@ -141,7 +141,7 @@ def _load(model: str, device: str, dtype: str) -> Any:
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
         raise Fault(f"--model {model}: there is no such folder; give one, a hub id, or a demo model (unet, mmdit)")
     try:
-        pipe = PromptToPromptPipeline.from_pretrained(model, dtype=types[dtype])
+        pipe: Any = PromptToPromptPipeline.from_pretrained(model, dtype=types[dtype])
         pipe.pipe.to(device)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:  # AssertionError: torch without CUDA
         raise Fault(f"--model {model} on {device}: {str(error).strip().splitlines()[0]}") from error

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cli": {"", "pipelines", "demo", "controls", "latents"},
     "": {"call", "run", "sites"},
 }
-DIFFUSERS = {"intercept", "session", "chain", "run", "families", "rows", "demo", "pipelines"}
+DIFFUSERS = {"intercept", "session", "chain", "run", "families", "rows", "demo", "pipelines", "cli"}  # cli: to quiet it
 
 
 def unit(file: Path) -> str:
