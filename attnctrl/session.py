@@ -224,6 +224,7 @@ class Session:
         self.scheduler: Any = None
         self.started = 0
         self.in_call = False  # inside the pipeline's __call__
+        self.stepping = False  # inside the scheduler's step
         self.used = False  # this run of the pipeline is over, or at least a denoiser has run
         self.asked: _Asked | None = None
         self.index = self.calls = 0
@@ -334,6 +335,8 @@ class Session:
 
     def on_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step of the scheduler, through the controls' `step`."""
+        if self.stepping:  # by a function that somebody put around the hooked one
+            return original(*args, **kwargs)
         if self.ran is None and self.denoisers:
             raise RuntimeError(
                 f"the scheduler stepped, but none of {', '.join(self.denoisers)} ran: the pipeline's denoiser was "
@@ -341,7 +344,11 @@ class Session:
                 "its call began; attach again"
             )
         controls = [control for run in self.sharing for control in run.controls if hasattr(control, "step")]
-        out = self._step(controls, original, args, kwargs) if controls else original(*args, **kwargs)
+        self.stepping = True
+        try:
+            out = self._step(controls, original, args, kwargs) if controls else original(*args, **kwargs)
+        finally:
+            self.stepping = False
         self.index += 1
         self.calls = 0
         self.unscaled = self.scaled = None
@@ -350,13 +357,13 @@ class Session:
     def _step(
         self, controls: Sequence[Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        extra = bound.pop("kwargs", {})
-        given = {**bound, **extra}
+        names = list(inspect.signature(type(self.scheduler).step).parameters)[1 : len(args) + 1]
+        given = {**dict(zip(names, args, strict=True)), **kwargs}
         outputs: list[Any] = []
 
-        def last(call: StepCall) -> Tensor:
-            outputs.append(original(**{**call.kwargs, "model_output": call.prediction, "sample": call.sample}))
+        def last(call: StepCall) -> Tensor:  # by position what was given by position: others may have replaced `step`
+            named = {**call.kwargs, "model_output": call.prediction, "sample": call.sample}
+            outputs.append(original(*[named.pop(name) for name in names], **named))
             return outputs[-1][0]
 
         latents = chain(controls, "step", last)(self._step_call(given))
