@@ -261,7 +261,7 @@ def unknown(model: torch.nn.Module) -> Family:
         refused=f"it takes {latent_input!r} as a list, not as one tensor with a row per image" if listed else "",
         assumed=(
             "sites are the modules with a `processor`; kinds from their names, projections and numbers of tokens",
-            "a batched guidance call holds the uncond rows first",
+            "guidance in one call holds the uncond rows first; in two calls, cond is the first call",
             f"latents are the input {latent_input!r}",
             "the order of text and image in joint attention is unknown: controls that need segments are refused",
         ),

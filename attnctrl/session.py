@@ -318,7 +318,8 @@ class Session:
             self._start()
         out = original(*args, **kwargs)
         if self.asked is None:
-            self.asked = _asked(inspect.signature(original).bind(*args, **kwargs).arguments)
+            names = list(inspect.signature(type(self.pipeline).encode_prompt).parameters)[1 : len(args) + 1]
+            self.asked = _asked({**dict(zip(names, args, strict=True)), **kwargs})
         return out
 
     def on_set_timesteps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -396,19 +397,12 @@ class Session:
                 slot.measure(family, geometry)
             if slot.controls:
                 slot.prepare()
-        branch = None
-        if family.calls:
-            branch = (
-                denoiser.context
-                if denoiser.context in family.calls
-                else family.calls[min(self.calls, len(family.calls) - 1)]
-            )
-        denoiser.context = None
+        guided = bool(getattr(self.pipeline, "do_classifier_free_guidance", False))
         denoiser.rows = rows_of(
-            len(given), branches=branches_of(self.pipeline, family), own=branch,
+            len(given), branches=branches_of(self.pipeline, family), own=self._branch(denoiser, len(given), guided),
             prompts=self.asked.prompts if self.asked else None,
             images=self.asked.images if self.asked else 1,
-            guided=bool(getattr(self.pipeline, "do_classifier_free_guidance", False)),
+            guided=guided,
         )  # fmt: skip
         denoiser.step = self._step_now(inputs.get("timestep"))
         images = len(set(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True)))
@@ -416,6 +410,16 @@ class Session:
         return DenoiseCall(
             latents=latents, inputs=inputs, rows=denoiser.rows, step=denoiser.step, denoiser=denoiser.name
         )
+
+    def _branch(self, denoiser: Denoiser, count: int, guided: bool) -> str | None:
+        """The branch of this call where guidance runs as separate calls: by its cache context, else by its number."""
+        family, context, denoiser.context = denoiser.family, denoiser.context, None
+        calls = family.calls
+        if context in (calls or ("cond", "uncond")):
+            return context
+        if family.assumed and guided and self.asked and count == self.asked.prompts * self.asked.images:
+            calls = ("cond", "uncond")
+        return calls[min(self.calls, len(calls) - 1)] if calls else None
 
     def _step_now(self, timestep: Any) -> Step:
         """Where the loop is.  A timestep that lies on an accelerator is not read, which would wait for it: it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import diffusers as d
@@ -218,6 +219,40 @@ def test_a_cache_that_skips_layers_is_named_at_attach():
     pipe.transformer.enable_cache(d.FirstBlockCacheConfig(threshold=0.0))
     with pytest.warns(UserWarning, match="the transformer has a cache"):
         attach(pipe, Watch()).close()
+
+
+def cogview4(pipeline: type) -> Any:
+    with tiny.seeded(0):
+        transformer = d.CogView4Transformer2DModel(
+            patch_size=2, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2, out_channels=4,
+            text_embed_dim=16, time_embed_dim=8, condition_dim=4, rope_axes_dim=(16, 16))  # fmt: skip
+        vae = tiny.autoencoder()
+    scheduler = d.FlowMatchEulerDiscreteScheduler(
+        base_shift=0.25, max_shift=0.75, use_dynamic_shifting=True, time_shift_type="linear"
+    )
+    pipe = pipeline(tokenizer=None, text_encoder=None, vae=vae, transformer=transformer, scheduler=scheduler)
+    return tiny.finished(pipe, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not in the table")
+@pytest.mark.parametrize("contexts", [True, False], ids=["in a cache context", "by order"])
+def test_two_calls_of_a_model_beyond_the_table_are_cond_and_uncond(contexts):
+    pipe = cogview4(d.CogView4Pipeline)
+    if not contexts:
+        pipe.transformer.cache_context = lambda name: contextlib.nullcontext()
+    embeds, negative = torch.randn(2, 2, 16, 16)
+
+    def run(scale):
+        return pipe(
+            prompt_embeds=embeds, negative_prompt_embeds=negative, height=64, width=64, num_inference_steps=2,
+            guidance_scale=scale, output_type="latent", return_dict=False,
+            generator=torch.Generator().manual_seed(0))[0]  # fmt: skip
+
+    for scale, branches in ((5.0, ["cond", "uncond"] * 2), (1.0, ["cond"] * 2)):
+        expected = run(scale)
+        with attach(pipe, watch := Watch()):
+            assert torch.equal(run(scale), expected)
+        assert [set(call.rows.branch) for call in watch.denoised] == [{branch} for branch in branches]
 
 
 # -- pipelines that feed the denoiser more than latents
