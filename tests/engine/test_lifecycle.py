@@ -73,15 +73,15 @@ def denoisers(pipe: Any) -> list[nn.Module]:
 
 
 def state(pipe: Any) -> dict[str, Any]:
-    """Types and attributes of everything that `attach` may touch, to be compared with ==."""
+    """Types (as ids: hooked ones equal their own) and attributes of all that `attach` may touch, to be compared with ==."""
     modules = {(i, name): module for i, model in enumerate(denoisers(pipe)) for name, module in model.named_modules()}
     return {
         "op": F.scaled_dot_product_attention,
         "backends": dict(Backends._backends),
-        "modules": {name: (type(module), tuple(vars(module))) for name, module in modules.items()},
+        "modules": {name: (id(type(module)), tuple(vars(module))) for name, module in modules.items()},
         "processors": {name: id(getattr(module, "processor", None)) for name, module in modules.items()},
-        "pipeline": (type(pipe), {name: plain(value) for name, value in vars(pipe).items()}),
-        "scheduler": (type(pipe.scheduler), {name: plain(value) for name, value in vars(pipe.scheduler).items()}),
+        "pipeline": (id(type(pipe)), {name: plain(value) for name, value in vars(pipe).items()}),
+        "scheduler": (id(type(pipe.scheduler)), {name: plain(value) for name, value in vars(pipe.scheduler).items()}),
     }
 
 
