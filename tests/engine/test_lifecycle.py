@@ -73,7 +73,7 @@ def denoisers(pipe: Any) -> list[nn.Module]:
 
 
 def state(pipe: Any) -> dict[str, Any]:
-    """Types (as ids: hooked ones equal their own) and attributes of all that `attach` may touch, to be compared with ==."""
+    """Types (as ids, since hooked ones equal their own) and attributes of all that `attach` may touch, for ==."""
     modules = {(i, name): module for i, model in enumerate(denoisers(pipe)) for name, module in model.named_modules()}
     return {
         "op": F.scaled_dot_product_attention,
