@@ -318,7 +318,8 @@ class Session:
             self._start()
         out = original(*args, **kwargs)
         if self.asked is None:
-            names = list(inspect.signature(type(self.pipeline).encode_prompt).parameters)[1 : len(args) + 1]
+            kind: Any = type(self.pipeline)
+            names = list(inspect.signature(kind.encode_prompt).parameters)[1 : len(args) + 1]
             self.asked = _asked({**dict(zip(names, args, strict=True)), **kwargs})
         return out
 
