@@ -10,7 +10,7 @@ Shapes: b rows of the batch, h heads, n queries, m keys, d channels of a head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -67,6 +67,9 @@ class Site:
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
+
+
+_COLUMNS = ("branch", "prompt", "image", "variant")
 
 
 class MissingRows(ValueError):
@@ -133,27 +136,40 @@ class Rows:
         )
 
 
-def _unfold(rows: Sequence[int], fold: int) -> Tensor:
-    index = torch.tensor(rows, dtype=torch.long)
-    return index if fold == 1 else (index[:, None] * fold + torch.arange(fold)).flatten()
+def _unfold(rows: Sequence[int], fold: int, device: torch.device | str = "cpu") -> Tensor:
+    if torch.is_inference_mode_enabled():  # what is kept must serve later calls that take gradients, too
+        with torch.inference_mode(False):
+            return _unfold(rows, fold, device)
+    index = torch.tensor(rows, dtype=torch.long, device="cpu")
+    if fold > 1:
+        index = (index[:, None] * fold + torch.arange(fold, device="cpu")).flatten()
+    return index.to(device)
+
+
+def _known(columns: Iterable[str], names: Sequence[str]) -> None:
+    for column in columns:
+        if column not in names:
+            raise ValueError(f"rows have no column {column!r}; they have {', '.join(names)}")
 
 
 @lru_cache(maxsize=1024)
 def batch_index(rows: tuple[int, ...], fold: int, device: torch.device) -> Int[Tensor, "b"]:
     """Batch entries of these rows of the table, on `device` (kept, so a denoiser on a GPU does not wait for it
     again)."""
-    return _unfold(rows, fold).to(device)
+    return _unfold(rows, fold, device)
 
 
 @lru_cache(maxsize=256)
 def _where(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
+    _known(dict(columns), (*_COLUMNS, "origin"))
     match = [i for i in range(len(rows)) if all(getattr(rows, name)[i] == value for name, value in columns)]
     return _unfold(match, rows.fold)
 
 
 @lru_cache(maxsize=256)
 def _partner(rows: Rows, columns: tuple[tuple[str, Any], ...]) -> Tensor:
-    names = ("branch", "prompt", "image", "variant")
+    names = _COLUMNS
+    _known(dict(columns), names)
     at = {entry: i for i, entry in enumerate(rows.table())}
     found = []
     for entry in rows.table():

@@ -45,6 +45,27 @@ def test_a_missing_partner_is_named_with_the_rows_there_are():
         rows.partner(prompt=0)
 
 
+def test_a_column_that_rows_do_not_have_is_an_error_that_lists_the_others():
+    rows = Rows.plain(2)
+    with pytest.raises(ValueError, match="no column 'branches'; they have branch, prompt, image, variant, origin"):
+        rows.where(branches="cond")
+    with pytest.raises(ValueError, match=r"no column 'origin'; they have branch, prompt, image, variant$"):
+        rows.partner(origin=0)
+
+
+def test_indices_made_in_inference_mode_serve_gradients_later():
+    rows = Rows.grid(("cond",), 2, 3).take([0, 2, 3, 5])
+    call = AttentionCall(*normal(3, 4, 1, 2, 2), rows=rows)
+    with torch.inference_mode(), torch.device("meta"):
+        made = rows.where(prompt=1), rows.partner(prompt=0), call.take([1, 3]).query
+    assert made[0].device.type == made[1].device.type == "cpu"
+    x = normal(4, 2).requires_grad_()
+    (x[rows.where(prompt=1)] * x[rows.partner(prompt=0)][:2]).sum().backward()
+    y = normal(4, 1, 2, 2).requires_grad_()
+    call.replace(query=y).take([1, 3]).query.sum().backward()
+    assert x.grad is not None and y.grad[:, 0, 0, 0].tolist() == [0, 1, 0, 1]
+
+
 def test_take_keeps_columns_origin_and_fold():
     rows = fold(Rows.grid(("uncond", "cond"), 2, 1), 12).take([3, 1])
     assert rows.table() == [("cond", 1, 0, ""), ("uncond", 1, 0, "")]
