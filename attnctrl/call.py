@@ -278,8 +278,8 @@ class AttentionCall:
     """One softmax-attention operation: after projections, q/k norms and RoPE, before the output projection.
 
     `scale` None stands for 1/sqrt(d).  `part` numbers the operations of one module (an image adapter issues several).
-    A call with `probe=True`
-    carries an indicator as value: the chain must stay linear in it, and nobody counts, stores or reuses it.
+    A call with `probe=True` carries an indicator as value: the chain must stay linear in it, and nobody counts, stores
+    or reuses it.
     """
 
     query: Float[Tensor, "b h n d"]

@@ -64,8 +64,7 @@ class Family:
     denoiser
     joint: the default of methods that know two forms of joint attention
     texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the
-    sequence);
-        lowers: whether the pipeline lower-cases and strips prompts first
+    sequence); lowers: whether the pipeline lower-cases and strips prompts first
     refused: why no control can be attached; lacks: needs of controls that cannot be met
     """
 
@@ -291,26 +290,20 @@ def find_sites(model: torch.nn.Module, family: Family, denoiser: str) -> list[tu
         kind, where, block = place
         heads = int(getattr(module, "heads", 0))
         inner = getattr(module, "inner_dim", None) or getattr(getattr(module, "to_q", None), "out_features", 0)
-        found.append(
-            (
-                where,
-                block,
-                module,
-                Site(
-                    name=name,
-                    kind=kind,
-                    place=where,
-                    block=block,
-                    heads=heads,
-                    head_dim=(inner or 0) // heads if heads else 0,
-                    scale=_scale(where, block, model, family),
-                    denoiser=denoiser,
-                ),
-            )
+        site = Site(
+            name=name,
+            kind=kind,
+            place=where,
+            block=block,
+            heads=heads,
+            head_dim=(inner or 0) // heads if heads else 0,
+            scale=_scale(where, block, model, family),
+            denoiser=denoiser,
         )
+        found.append((module, site))
     rank = {"down": 0, "mid": 1, "up": 2}
-    found.sort(key=lambda entry: rank.get(entry[0], 0))  # stable: named_modules lists up_blocks before mid_block
-    return [(module, dataclasses.replace(site, index=i)) for i, (_, _, module, site) in enumerate(found)]
+    found.sort(key=lambda entry: rank.get(entry[1].place, 0))  # stable: named_modules lists up_blocks before mid_block
+    return [(module, dataclasses.replace(site, index=i)) for i, (module, site) in enumerate(found)]
 
 
 def _place(name: str, module: torch.nn.Module, family: Family) -> tuple[str, str, int] | None:

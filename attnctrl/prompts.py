@@ -8,7 +8,7 @@ from typing import Any
 from .families import Family
 from .tokens import Encoded, concat, encode
 
-__all__ = ["Prompts", "check_call", "encode_for", "flatten"]
+__all__ = ["Prompts", "check_call", "check_count", "encode_for", "encode_in", "flatten", "source_images"]
 
 Prompts = Sequence[str | Encoded] | Sequence[Sequence[str | Encoded]]
 """[source, target, ...], or several such edits [[source, target], [source, target, target], ...]."""
@@ -43,6 +43,20 @@ def encode_for(pipeline: Any, family: Family, prompt: str | Encoded, length: int
     return parts[0] if len(parts) == 1 else concat(*parts)
 
 
+def encode_in(run: Any, prompt: str | Encoded, length: int | None) -> Encoded:
+    """`prompt` as the pipeline of `run` encodes it.  Without a run, or a length, only an `Encoded` will do.
+
+    Raises ValueError for a text there, and as `encode_for` does.
+    """
+    if run is not None and length is not None:
+        return encode_for(run.pipeline, run.family(run.sites[0].denoiser), prompt, length)
+    if isinstance(prompt, Encoded):
+        return prompt
+    raise ValueError(
+        f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)"
+    )
+
+
 def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
     """All prompts in the order of the pipeline call, and for each the index of its edit's source.
 
@@ -72,3 +86,16 @@ def check_call(name: str, prompts: Sequence[str | Encoded], texts: Sequence[str]
     ours = [prompt.prompt if isinstance(prompt, Encoded) else prompt for prompt in prompts]
     if texts is not None and list(texts) != ours:
         raise ValueError(f"the pipeline was called with the prompts {list(texts)}, {name} was made for {ours}")
+
+
+def check_count(name: str, prompts: int, column: Sequence[int]) -> None:
+    """Raises ValueError when a pipeline whose rows have the prompts `column` runs another number of them than a control
+    `name` was made for."""
+    if (count := max(column) + 1) != prompts:
+        raise ValueError(f"{name} was made for {prompts} prompts, the pipeline runs {count}")
+
+
+def source_images(prompts: Sequence[int], images: Sequence[int], source_of: Sequence[int]) -> list[int]:
+    """For each row, of one row per image with these prompts and images: the row of its source's same image."""
+    at = {entry: i for i, entry in enumerate(zip(prompts, images, strict=True))}
+    return [at[source_of[prompt], image] for prompt, image in zip(prompts, images, strict=True)]

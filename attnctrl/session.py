@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,7 @@ class Denoiser:
         """A call of the model, through the controls' `denoise`."""
         if not self.sessions:
             return forward(*args, **kwargs)
-        session = max(self.sessions, key=lambda s: s.started)
+        session = _latest(self.sessions)
         call = session.denoise_call(self, self._bind(args, kwargs))
         runs = self.runs
         for run in runs:
@@ -194,23 +194,25 @@ class _Asked:
 _starts = itertools.count(1)
 
 
+def _latest(sessions: Iterable[Session]) -> Session:
+    """The one whose pipeline began to run last."""
+    return max(sessions, key=lambda session: session.started)
+
+
 class Scheduler:
     """A hooked scheduler and the sessions of the pipelines that share it."""
 
     def __init__(self) -> None:
         self.sessions: list[Session] = []
 
-    def _now(self) -> Session:
-        return max(self.sessions, key=lambda session: session.started)
-
     def on_set_timesteps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._now().on_set_timesteps(original, *args, **kwargs)
+        return _latest(self.sessions).on_set_timesteps(original, *args, **kwargs)
 
     def on_scale_model_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._now().on_scale_model_input(original, *args, **kwargs)
+        return _latest(self.sessions).on_scale_model_input(original, *args, **kwargs)
 
     def on_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._now().on_step(original, *args, **kwargs)
+        return _latest(self.sessions).on_step(original, *args, **kwargs)
 
 
 class Session:
@@ -237,7 +239,7 @@ class Session:
     def now(self) -> Session:
         """The session in charge: of those that share a denoiser with this one, the one whose pipeline began to run
         last."""
-        return max((s for d in self.denoisers.values() for s in d.sessions), key=lambda s: s.started, default=self)
+        return _latest([self, *(session for denoiser in self.denoisers.values() for session in denoiser.sessions)])
 
     @property
     def sharing(self) -> list[Run]:
@@ -300,6 +302,11 @@ class Session:
         for run in self.sharing:
             run.begun = False
 
+    def _start_by_hand(self) -> None:
+        """Where someone writes the loop without the pipeline's call: what comes first after the last loop begins it."""
+        if not self.in_call and (self.used or not self.started):
+            self._start()
+
     def _restart(self) -> None:
         self.index = self.calls = 0
         self.unscaled = self.scaled = None
@@ -314,8 +321,7 @@ class Session:
             self.used = True
 
     def on_encode_prompt(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.in_call and (self.used or not self.started):
-            self._start()
+        self._start_by_hand()
         out = original(*args, **kwargs)
         if self.asked is None:
             kind: Any = type(self.pipeline)
@@ -324,8 +330,7 @@ class Session:
         return out
 
     def on_set_timesteps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.in_call and (self.used or not self.started):
-            self._start()
+        self._start_by_hand()
         self._restart()
         return original(*args, **kwargs)
 

@@ -15,7 +15,7 @@ for all rows or the whole sequence, so that what is not edited keeps its bits).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,10 +35,11 @@ from ..call import (
     Step,
     StepCall,
     StepFunction,
+    batch_index,
 )
 from ..latents.shared_noise import SharedNoise
 from ..mixing import Mixing, mix, mixing
-from ..prompts import Prompts, check_call, encode_for, flatten
+from ..prompts import Prompts, check_call, check_count, encode_in, flatten
 from ..tokens import Encoded, Word, as_words, words
 
 __all__ = ["PromptToPrompt"]
@@ -224,9 +225,7 @@ class PromptToPrompt:
     def begin(self, call: DenoiseCall) -> None:
         """Plans are made outside any compiled graph: for all rows, and the conditional ones, as observers do."""
         self._form = self.joint or self._run.family(call.denoiser).joint
-        count = max(call.rows.prompt) + 1
-        if count != len(self._flat):
-            raise ValueError(f"PromptToPrompt was made for {len(self._flat)} prompts, the pipeline runs {count}")
+        check_count("PromptToPrompt", len(self._flat), call.rows.prompt)
         text, like = self._run.geometry(call.denoiser).text, call.latents
         tables = dict.fromkeys((call.rows, call.rows.take(call.rows.where(branch="cond").tolist())))
         joint = self._meets_joint()
@@ -261,14 +260,14 @@ class PromptToPrompt:
         moment = tables.moment[min(step.index, len(tables.moment) - 1)]
         key = (rows, length, steps, moment, own_maps, device, dtype)
         if key not in self._plans:
-            targets, sources = [row for row, _ in pairs], [source for _, source in pairs]
-            of_targets, of_sources = _entries(targets, rows), _entries(sources, rows)
+            targets, sources = tuple(row for row, _ in pairs), tuple(source for _, source in pairs)
+            of_targets, of_sources = (batch_index(some, rows.fold, device) for some in (targets, sources))
             t = [tables.targets[rows.prompt[row]] for row in targets for _ in range(rows.fold)]
             edit = mixing(tables.source[moment][t], tables.beta[moment][t])
             self._plans[key] = _Plan(
-                index=torch.arange(len(rows) * rows.fold).index_copy(0, of_targets, of_sources).to(device),
-                targets=of_targets.to(device),
-                sources=of_sources.to(device),
+                index=torch.arange(len(rows) * rows.fold, device=device).index_copy(0, of_targets, of_sources),
+                targets=of_targets,
+                sources=of_sources,
                 rows=rows.take(targets),
                 mixing=None if edit.plain else edit.to(device, dtype),
                 own_maps=own_maps,
@@ -319,7 +318,7 @@ class PromptToPrompt:
         return self._tables[key]
 
     def _make_tables(self, length: int | None, steps: int, cross: Windows) -> _Tables:
-        encoded = [self._encode(prompt, length) for prompt in self._flat]
+        encoded = [encode_in(self._run, prompt, length) for prompt in self._flat]
         targets = [p for p, source in enumerate(self._source_of) if p != source]
         of_targets = [encoded[p] for p in targets]
         scale = None if self.reweight is None else equalizers(of_targets, self.reweight)  # (t, n)
@@ -345,23 +344,6 @@ class PromptToPrompt:
         if edit == "auto":
             edit = "replace" if len(words(source)) == len(words(target)) else "refine"
         return replace_mapper(source, target, self.tail) if edit == "replace" else refine_mapper(source, target)
-
-    def _encode(self, prompt: str | Encoded, length: int | None) -> Encoded:
-        if self._run is None or length is None:
-            if isinstance(prompt, Encoded):
-                return prompt
-            raise ValueError(
-                f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)"
-            )
-        pipeline = self._run.pipeline
-        family = self._run.family(self._run.sites[0].denoiser)
-        return encode_for(pipeline, family, prompt, length)
-
-
-def _entries(rows: Sequence[int], table: Rows) -> Int[Tensor, "b"]:
-    """Batch entries of these rows of the table."""
-    index = torch.tensor(rows)
-    return (index[:, None] * table.fold + torch.arange(table.fold)).flatten()
 
 
 def _put_images(out: Tensor, edited: Tensor, call: AttentionCall, plan: _Plan) -> Tensor:

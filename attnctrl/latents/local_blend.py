@@ -20,10 +20,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..alignment import indicator
-from ..call import Attend, AttentionCall, DenoiseCall, Rows, Site, StepCall, StepFunction, Tokens
+from ..call import Attend, AttentionCall, DenoiseCall, Rows, Site, StepCall, StepFunction, Tokens, batch_index
 from ..families import site_tokens
-from ..prompts import Prompts, check_call, encode_for, flatten
-from ..tokens import Encoded, Word
+from ..prompts import Prompts, check_call, check_count, encode_in, flatten, source_images
+from ..tokens import Word
 
 __all__ = ["LocalBlend", "quarter_sites"]
 
@@ -119,16 +119,13 @@ class LocalBlend:
 
     def begin(self, call: DenoiseCall) -> None:
         """Words are found, and room is made for the maps, outside any compiled graph."""
-        count = max(call.rows.prompt) + 1
-        if count != len(self._flat):
-            raise ValueError(f"LocalBlend was made for {len(self._flat)} prompts, the pipeline runs {count}")
+        check_count("LocalBlend", len(self._flat), call.rows.prompt)
         family, geometry = self._run.family(call.denoiser), self._run.geometry(call.denoiser)
         probe = None
         for site in self._run.sites_of(self):
             if site.denoiser == call.denoiser:
                 queries, keys = site_tokens(site, family, geometry)
-                length = sum(segment.length for segment in keys.segments)
-                probe = self._probe(call.rows, site.kind, queries, keys, length, call.latents)
+                probe = self._probe(call.rows, site.kind, queries, keys, keys.length, call.latents)
         self._now = call.rows, probe
 
     def _probe(self, table: Rows, kind: str, queries: Tokens, keys: Tokens, m: int, like: Tensor) -> _Probe | None:
@@ -156,27 +153,17 @@ class LocalBlend:
         rows = table.take(cond)
         columns = torch.zeros(len(rows), m, 1 if self.subtract is None else 2)
         for i, prompt in enumerate(rows.prompt):
-            encoded = self._encode(self._flat[prompt], length)
+            encoded = encode_in(self._run, self._flat[prompt], length)
             for c, given in enumerate((self.words, self.subtract)):
                 if given is not None:
                     columns[i, start : start + length, c] = indicator(encoded, given[prompt]).float()
-        entries = (torch.tensor(cond)[:, None] * rows.fold + torch.arange(rows.fold)).flatten()
         return _Probe(
             rows=rows,
-            index=entries.to(like.device),
+            index=batch_index(tuple(cond), rows.fold, like.device),
             columns=columns.repeat_interleave(rows.fold, 0)[:, None].to(like.device),
             total=like.new_zeros(
                 len(rows), math.prod(grid), columns.shape[-1], dtype=torch.promote_types(like.dtype, torch.float32)
             ),
-        )
-
-    def _encode(self, prompt: str | Encoded, length: int) -> Encoded:
-        if self._run is not None:
-            return encode_for(self._run.pipeline, self._run.family(self._run.sites[0].denoiser), prompt, length)
-        if isinstance(prompt, Encoded):
-            return prompt
-        raise ValueError(
-            f"without a pipeline, prompts must be encoded: attnctrl.tokens.encode(tokenizer, {prompt!r}, length)"
         )
 
     # -------------------------------------------------------------------------------------------------------- blending
@@ -186,8 +173,8 @@ class LocalBlend:
         if call.step.index < int(self.start * call.step.total):
             return latents
         entries = list(zip(call.rows.prompt, call.rows.image, strict=True))
-        at = {entry: i for i, entry in enumerate(entries)}
-        sources = torch.tensor([at[self._source_of[prompt], image] for prompt, image in entries], device=latents.device)
+        index = source_images(call.rows.prompt, call.rows.image, self._source_of)
+        sources = torch.tensor(index, device=latents.device)
         own = self._own_masks(entries, call)  # (images, c, *grid of the latents)
         either = own | own[sources]
         change = either[:, 0] if self.subtract is None else either[:, 0] & ~either[:, 1]

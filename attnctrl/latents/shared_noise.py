@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import Denoise, DenoiseCall, Prediction, Rows, StepCall, StepFunction
-from ..prompts import Prompts, flatten
+from ..prompts import Prompts, check_count, flatten, source_images
 
 __all__ = ["SharedNoise"]
 
@@ -42,8 +42,6 @@ class SharedNoise:
     def share(self, latents: Tensor, rows: Rows) -> Tensor:
         """`latents` (one row per image, described by `rows`) with every target's row replaced by its source's."""
         _, sources = flatten(self.prompts)
-        if (count := max(rows.prompt) + 1) != len(sources):
-            raise ValueError(f"SharedNoise was made for {len(sources)} prompts, the pipeline runs {count}")
-        at = {entry: i for i, entry in enumerate(zip(rows.prompt, rows.image, strict=True))}
-        index = [at[sources[prompt], image] for prompt, image in zip(rows.prompt, rows.image, strict=True)]
+        check_count("SharedNoise", len(sources), rows.prompt)
+        index = source_images(rows.prompt, rows.image, sources)
         return latents[torch.tensor(index, device=latents.device)]
