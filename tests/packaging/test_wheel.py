@@ -38,13 +38,18 @@ def environment():
 
 
 def new_environment(folder):
-    """A virtual environment that has the dependencies of this one, but not attnctrl: plain path entries in a .pth file
-    do not run the .pth files behind them, so an editable install stays out."""
+    """A virtual environment that has the dependencies of this one, as links, but not attnctrl, however it is installed
+    here."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    Path(site, "dependencies.pth").write_text("\n".join(paths))
+    links = folder / "dependencies"
+    links.mkdir()
+    for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(path).iterdir():
+            if not entry.name.startswith(("attnctrl", "__editable__")) and entry.suffix != ".pth":
+                (links / entry.name).symlink_to(entry)
+    Path(site, "dependencies.pth").write_text(str(links))
     return python
 
 
