@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pixel_unshuffle
 
 from .autoencoder import PatchAutoencoder
+from .reading import answers
 from .render import object_mask, render_array
-from .scene import SIDE, Scene, is_held_out, sample_caption, sample_scene
+from .scene import SHAPES, SIDE, Scene, is_held_out, parse, sample_caption, sample_scene
 from .tokenizers import LENGTH, clip_tokenizer, t5_tokenizer
 
 CAPTIONS = 3  # captions of each training scene, one picked at random each time it is seen
@@ -20,7 +21,8 @@ GRID = 16  # latent pixels, both ways, of a patch each
 
 
 def make_data(scenes: int, seed: int) -> dict[str, Tensor]:
-    """Pictures uint8 (n, 3, 64, 64), object masks (n, 1, 16, 16), and both tokenizers' ids (n, captions, 24)."""
+    """Pictures uint8 (n, 3, 64, 64), object masks (n, 1, 16, 16), both tokenizers' ids (n, captions, 24), the answers
+    to `reading.QUESTIONS` (n, captions, 2, questions) and T5's ids of the words that name a shape."""
     rng = random.Random(seed)
     images = np.empty((scenes, SIDE, SIDE, 3), np.uint8)
     masks = np.empty((scenes, GRID, GRID), np.float32)
@@ -36,6 +38,8 @@ def make_data(scenes: int, seed: int) -> dict[str, Tensor]:
         "masks": torch.from_numpy(masks)[:, None],
         "clip": tokenize(clip_tokenizer(), captions).reshape(scenes, CAPTIONS, LENGTH),
         "t5": tokenize(t5_tokenizer(), captions).reshape(scenes, CAPTIONS, LENGTH),
+        "answers": torch.tensor([answers(parse(caption)) for caption in captions]).unflatten(0, (scenes, CAPTIONS)),
+        "nouns": torch.tensor(t5_tokenizer().convert_tokens_to_ids(["▁" + shape for shape in SHAPES])),
     }
 
 

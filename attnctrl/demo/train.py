@@ -1,10 +1,11 @@
 """Train a demo model from scratch:  python -m attnctrl.demo.train unet --minutes 100 --out runs/unet
 
-The denoiser and its text encoders are trained together on scenes rendered beforehand. Each checkpoint also writes a
+The text encoders learn to read captions first (`reading.py`); then they and the denoiser are trained together on scenes
+rendered beforehand. Each checkpoint also writes a
 grid of samples from fixed noise (`grid.png`) and the moving average of the weights as a pipeline folder (`pipeline/`),
 in half precision; --resume goes on from the last one.
 
-    mmdit   flow matching; in the last part half of each batch learns the guidance embedding
+    mmdit   flow matching; in the last part half of each batch learns the guidance embedding (--distil-from)
     unet    v-prediction on Stable Diffusion's schedule with zero terminal SNR (arXiv:2305.08891)
 
 On a CPU, MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 in the environment keep large buffers
@@ -26,9 +27,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from .dataset import CAPTIONS, as_latents, make_data, tokenize
-from .models import NAMES, assemble, defaults, new_parts
+from .models import NAMES, assemble, defaults, load_folder, new_parts
 from .muon import Muon
 from .objectives import MAX_GUIDANCE, Batch, explicit_attention, mmdit_loss, unet_loss
+from .reading import learn_to_read
 from .scene import prompts
 from .tokenizers import clip_tokenizer, t5_tokenizer
 
@@ -54,6 +56,8 @@ class Settings:
     distil_from: float = 0.86  # mmdit: fraction after which the guidance embedding is learned
     average: float = 0.995
     compile: bool = False
+    reading: int = 500  # steps in which the text encoders learn to read before the rest
+    start: Path | None = None  # pipeline folder whose weights are the first ones, instead of random ones
 
 
 class Trainer:
@@ -63,7 +67,13 @@ class Trainer:
         self.settings, self.device = settings, torch.device(settings.device)
         self.parts = new_parts(settings.name, settings.seed)
         vae: Any = self.parts["vae"]
-        vae.fit(data["images"][:2000].float() / 127.5 - 1).requires_grad_(False)
+        if settings.start is None:
+            vae.fit(data["images"][:2000].float() / 127.5 - 1)
+        else:
+            pipe: Any = load_folder(settings.name, settings.start)
+            for name, part in self.parts.items():
+                part.load_state_dict(getattr(pipe, name).state_dict())
+        vae.requires_grad_(False)
         self.latents = as_latents(vae, data["images"]).to(self.device)
         self.weights = (1 + OBJECT_WEIGHT * data["masks"]).to(self.device)
         self.weights /= self.weights.mean()
@@ -74,6 +84,9 @@ class Trainer:
         }
         self.alphas = assemble("unet", self.parts).scheduler.alphas_cumprod if settings.name == "unet" else Tensor()
         self.alphas = self.alphas.to(self.device)
+        if settings.reading:
+            share = learn_to_read(self.parts, data, settings.reading, settings.seed)
+            print(f"the text encoders answer {share:.1%} of the questions about a caption", flush=True)
         self.parts.to(self.device).train()
         if settings.name == "unet":  # contiguous bfloat16 convolutions are far slower on CPUs
             self.parts["unet"].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -221,6 +234,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scenes", type=int, default=24_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--muon-rate", type=float, default=Settings.muon_rate)
+    parser.add_argument(
+        "--distil-from", type=float, default=Settings.distil_from, help="mmdit: as a fraction; 1: never"
+    )
+    parser.add_argument("--reading", type=int, default=Settings.reading, help="steps of learning to read; 0: none")
+    parser.add_argument("--start", type=Path, help="folder of a pipeline whose weights are the first ones")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
     parser.add_argument("--save-every", type=float, default=300, help="seconds between checkpoints")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser (takes a minute at the start)")
@@ -229,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     out, threads, save_every, resume = (options.pop(key) for key in ("out", "threads", "save_every", "resume"))
     if threads:
         torch.set_num_threads(threads)
-    settings = Settings(**options)
+    settings = Settings(**options | ({"reading": 0} if resume else {}))
     trainer = Trainer(settings, make_data(settings.scenes, settings.seed))
     if resume:
         trainer.load_state(torch.load(out / "checkpoint.pt", map_location=settings.device))
