@@ -54,3 +54,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_path):
 def test_version_and_help():
     assert attnctrl("--version").stdout.startswith("attnctrl ")
     assert "edit" in attnctrl("--help").stdout
+
+
+def test_help_loads_neither_torch_nor_diffusers():
+    code = "import sys, attnctrl.cli; print(sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_public_names_are_there_when_asked_for():
+    import attnctrl as package
+
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="no attribute 'attache'"):
+        _ = package.attache
