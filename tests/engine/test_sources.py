@@ -15,13 +15,14 @@ CHANGES = re.compile(
 
 # module -> the modules of the package it may import, beside those that these import
 MAY_IMPORT = {
-    "call": set(),
+    "rope": set(),
+    "call": {"rope"},
     "tokens": set(),
     "intercept": set(),
     "attend": {"call"},
     "sites": {"call"},
     "report": {"call"},
-    "families": {"call"},
+    "families": {"call", "rope"},
     "alignment": {"tokens"},
     "mixing": {"call"},
     "rows": {"call", "families"},
@@ -30,7 +31,8 @@ MAY_IMPORT = {
     "session": {"call", "chain", "families", "intercept", "rows", "run"},  # run: for its type only
     "run": {"call", "chain", "families", "intercept", "report", "session", "sites"},
     "latents": {"call", "alignment", "families", "prompts", "tokens", "mixing", "sites"},
-    "controls": {"call", "alignment", "attend", "families", "latents", "mixing", "prompts", "sites", "tokens"},
+    "sharing": {"call", "attend"},
+    "controls": {"call", "alignment", "attend", "families", "latents", "mixing", "prompts", "sharing", "sites", "tokens"},
     "demo": set(),
     "pipelines": {"", "alignment", "controls", "demo", "latents", "mixing", "prompts", "report", "sites", "tokens"},
     "cli": {"", "pipelines", "demo", "controls", "latents"},
