@@ -13,11 +13,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from .rope import Rope
 
 __all__ = [
     "Attend",
@@ -27,6 +30,7 @@ __all__ = [
     "DenoiseCall",
     "MissingRows",
     "Prediction",
+    "Rope",
     "Rows",
     "Segment",
     "Site",
@@ -201,9 +205,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The segments of the queries, or of the keys, of one call."""
+    """The segments of the queries, or of the keys, of one call; `rope` tells where they lie, None where the model does
+    not rotate them."""
 
     segments: tuple[Segment, ...] = ()
+    rope: Rope | None = None
 
     @property
     def length(self) -> int:
@@ -229,6 +235,79 @@ class Tokens:
         segment = self[name]
         stop = segment.start + segment.length
         return torch.cat((x[:, :, : segment.start], value, x[:, :, stop:]), dim=2)
+
+    def named(self, name: str, new: str) -> Tokens:
+        """These tokens with segment `name` called `new`."""
+        if new in self:
+            raise ValueError(f"there is a segment {new!r} already: {[segment.name for segment in self.segments]}")
+        self[name]
+        return dataclasses.replace(
+            self, segments=tuple(dataclasses.replace(s, name=new) if s.name == name else s for s in self.segments)
+        )
+
+    def concat(self, other: Tokens) -> Tokens:
+        """These tokens and then those of `other`; of segments with one name the first stays the one that is found.
+
+        Nothing is known of the whole where nothing is known of a part.  Tokens without a Rope beside others with one
+        are tokens that are not rotated.
+        """
+        if not self.segments or not other.segments:
+            return Tokens()
+        start = self.length
+        later = (dataclasses.replace(segment, start=segment.start + start) for segment in other.segments)
+        return Tokens((*self.segments, *later), self._joined_rope(other))
+
+    def take(self, index: Sequence[int] | Int[Tensor, "k"] | Bool[Tensor, "n"]) -> Tokens:
+        """The tokens at `index` (on the CPU, or it is waited for).  Segments keep their names; one that is not taken
+        whole and in order has no grid.
+
+        Raises ValueError when an index is no token, or when tokens of one segment come to lie apart.
+        """
+        if not self.segments:
+            return self
+        if isinstance(index, Tensor):
+            if index.dtype == torch.bool:
+                if len(index) != self.length:
+                    raise ValueError(f"a mask of {len(index)} tokens for {self.length} tokens")
+                index = index.nonzero()[:, 0]
+            index = index.tolist()
+        chosen = tuple(index)
+        segments, rope = _cut(self.segments, chosen), self.rope
+        if rope is not None:
+            rope = rope.take(batch_index(chosen, 1, rope.positions.device))
+        return Tokens(segments, rope)
+
+    def only(self, name: str) -> Tokens:
+        """The tokens of segment `name`."""
+        segment = self[name]
+        rope = self.rope
+        if rope is not None:
+            rope = rope.take(slice(segment.start, segment.start + segment.length))
+        return Tokens((dataclasses.replace(segment, start=0),), rope)
+
+    def _joined_rope(self, other: Tokens) -> Rope | None:
+        if self.rope is None and other.rope is None:
+            return None
+        first = self.rope or other.rope.unrotated(self.length)  # type: ignore[union-attr]
+        return first.concat(other.rope or first.unrotated(other.length))
+
+
+@lru_cache(maxsize=256)
+def _cut(segments: tuple[Segment, ...], index: tuple[int, ...]) -> tuple[Segment, ...]:
+    owner = [number for number, segment in enumerate(segments) for _ in range(segment.length)]
+    outside = [i for i in index if not 0 <= i < len(owner)]
+    if outside:
+        raise ValueError(f"token {outside[0]} of {len(owner)} tokens")
+    cut: list[Segment] = []
+    taken: set[int] = set()
+    for number, run in groupby(range(len(index)), key=lambda at: owner[index[at]]):
+        places, segment = list(run), segments[number]
+        if number in taken:
+            raise ValueError(f"the tokens of segment {segment.name!r} come to lie apart; take them in one piece")
+        taken.add(number)
+        own = [index[at] for at in places] == list(range(segment.start, segment.start + segment.length))
+        cut.append(Segment(segment.name, places[0], len(places), segment.grid if own else None))
+    return tuple(cut)
 
 
 # ----------------------------------------------------------------------------------------------------------------- time
@@ -341,7 +420,7 @@ class AttentionCall:
             query=self.query_tokens.get(self.query, name),
             mask=cut(self.mask),
             bias=tuple(Bias(cut(bias.left), bias.right) for bias in self.bias),
-            query_tokens=Tokens((dataclasses.replace(segment, start=0),)),
+            query_tokens=self.query_tokens.only(name),
         )
 
     def forbid(self, mask: Bool[Tensor, "#b #h #n m"]) -> AttentionCall:

@@ -10,14 +10,17 @@ import dataclasses
 import inspect
 import math
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .call import Segment, Site, Tokens
+from .rope import Rope, frequencies
 
 __all__ = [
     "FAMILIES",
@@ -38,7 +41,8 @@ class Geometry:
 
     latent: the latent's own, (frames, height, width) or (height, width); empty where only `tokens`, their number, is
     known.  grid: the image's token grid, None for UNets, whose sites differ.  text: the text's length.  references:
-    grids of reference images that follow the image tokens.  axis: the dimension of the latent's channels.
+    grids of reference images that follow the image tokens.  axis: the dimension of the latent's channels.  rope: of the
+    tokens of self- and joint attention, None for models that do not rotate them.
     """
 
     latent: tuple[int, ...]
@@ -47,6 +51,7 @@ class Geometry:
     references: tuple[tuple[int, ...], ...] = ()
     tokens: int = 0
     axis: int = 1
+    rope: Rope | None = field(default=None, compare=False, repr=False)
 
 
 Measure = Callable[[Mapping[str, Any], Any], Geometry]
@@ -104,18 +109,31 @@ def _patched(inputs: Mapping[str, Any], model: Any) -> Geometry:
     return Geometry(latent=latent, grid=grid, text=_text_length(inputs))
 
 
+def _wan(inputs: Mapping[str, Any], model: Any) -> Geometry:
+    """Positions count frames, rows and columns from 0."""
+    geometry = _patched(inputs, model)
+    assert geometry.grid is not None
+    channels = model.config.attention_head_dim
+    side = 2 * (channels // 6)
+    rope = _grid_rope(geometry.grid, (channels - 2 * side, side, side), inputs["hidden_states"].device)
+    return dataclasses.replace(geometry, rope=rope)
+
+
 def _flux(inputs: Mapping[str, Any], model: Any) -> Geometry:
-    """FLUX position ids (tokens, 3): axis 0 is 0 for the image and 1, 2, ... for reference images."""
-    ids = inputs["img_ids"]
-    grids = _grids.get(ids)
-    if grids is None:
+    """FLUX position ids (tokens, 3): axis 0 is 0 for the image and 1, 2, ... for reference images; those of text are 0
+    and come first."""
+    ids, text = (inputs[name] for name in ("img_ids", "txt_ids"))
+    known = _flux_ids.get(ids)
+    if known is None or known[1]() is not text:
         own = (ids[0] if ids.ndim == 3 else ids).detach().float().cpu()
         grids = []
         for image in own[:, 0].unique(sorted=True).tolist():
             places = own[own[:, 0] == image][:, 1:]
             spans = places.amax(0) - places.amin(0) + 1
             grids.append((int(spans[0]), int(spans[1])))
-        _grids[ids] = grids
+        known = grids, weakref.ref(text), _flux_rope(text, ids, tuple(model.config.axes_dims_rope))
+        _flux_ids[ids] = known
+    grids, _, rope = known
     height, width = grids[0]
     return Geometry(
         latent=(2 * height, 2 * width),
@@ -123,10 +141,18 @@ def _flux(inputs: Mapping[str, Any], model: Any) -> Geometry:
         text=_text_length(inputs),
         references=tuple(grids[1:]),
         axis=2,
+        rope=rope,
     )
 
 
-_grids = WeakIdKeyDictionary()  # of ids seen: a pipeline passes the same tensor all along, reading it waits for a GPU
+_flux_ids = WeakIdKeyDictionary()  # by ids: a pipeline passes the same tensor all along, reading it waits for a GPU
+
+
+@torch.inference_mode(False)  # what is kept must serve later calls that take gradients, too
+def _flux_rope(text: torch.Tensor, image: torch.Tensor, axes: tuple[int, ...]) -> Rope:
+    parts = [(ids[0] if ids.ndim == 3 else ids).detach().float() for ids in (text, image)]
+    positions = torch.cat(parts).to(_angles(image.device))
+    return Rope(positions, _frequencies(axes, image.device))
 
 
 def _qwen(inputs: Mapping[str, Any], model: Any) -> Geometry:
@@ -134,13 +160,63 @@ def _qwen(inputs: Mapping[str, Any], model: Any) -> Geometry:
     shapes = [shapes] if isinstance(shapes[0], int) else shapes
     grids = [(h, w) if f == 1 else (f, h, w) for f, h, w in shapes]
     *frames, height, width = grids[0]
+    text, config = _text_length(inputs), model.config
     return Geometry(
         latent=(*frames, 2 * height, 2 * width),
         grid=grids[0],
-        text=_text_length(inputs),
+        text=text,
         references=tuple(grids[1:]),
         axis=2,
+        rope=_qwen_rope(
+            tuple(tuple(shape) for shape in shapes),
+            text or 0,
+            tuple(config.axes_dims_rope),
+            bool(getattr(config, "use_layer3d_rope", False)),
+            inputs["hidden_states"].device,
+        ),
     )
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _qwen_rope(
+    shapes: tuple[tuple[int, ...], ...], text: int, axes: tuple[int, ...], layered: bool, device: torch.device
+) -> Rope:
+    """Qwen-Image positions: image i lies at i on the first axis (the condition of layered models at -1) and around 0 on
+    the others; text follows along the diagonal, from half the longest side on."""
+    images = []
+    for i, (frames, height, width) in enumerate(shapes):
+        last = layered and i == len(shapes) - 1
+        first = -1 if last else i
+        images.append(_places((first, -(height - height // 2), -(width - width // 2)), (frames, height, width)))
+    start = max(max(height // 2, width // 2) for _, height, width in shapes)
+    if layered:
+        start = max(start, len(shapes) - 1)
+    line = torch.arange(start, start + text, dtype=torch.float64, device="cpu")[:, None].expand(-1, 3)
+    return Rope(torch.cat((line, *images)).to(device, _angles(device)), _frequencies(axes, device))
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _grid_rope(grid: tuple[int, ...], axes: tuple[int, ...], device: torch.device) -> Rope:
+    return Rope(_places((0,) * len(grid), grid).to(device, _angles(device)), _frequencies(axes, device))
+
+
+def _places(start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """Positions (tokens, axes) of a grid that begins at `start`."""
+    lines = [torch.arange(a, a + n, dtype=torch.float64, device="cpu") for a, n in zip(start, size, strict=True)]
+    return torch.cartesian_prod(*lines)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _frequencies(axes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(frequencies(dim).to(device, _angles(device)) for dim in axes)
+
+
+def _angles(device: torch.device) -> torch.dtype:
+    """What positions are kept in: float64 where the device has it."""
+    return torch.float32 if device.type in ("mps", "npu") else torch.float64
 
 
 _UNET_SITES = (
@@ -165,6 +241,7 @@ FAMILIES: tuple[Family, ...] = (
         sites=_UNET_SITES,
         measure=_unet,
         latent_input="sample",
+        lacks={"rope": "its positions come from convolutions"},
     ),
     Family(
         name="flux",
@@ -216,7 +293,7 @@ FAMILIES: tuple[Family, ...] = (
         name="wan",
         models=("WanTransformer3DModel",),
         sites=((r"blocks\.(\d+)\.attn1", "self", "block"), (r"blocks\.(\d+)\.attn2", "cross", "block")),
-        measure=_patched,
+        measure=_wan,
         calls=("cond", "uncond"),
     ),
     Family(
@@ -372,11 +449,12 @@ def site_tokens(site: Site, family: Family, geometry: Geometry) -> tuple[Tokens,
         return _line(image + references), _line(text)
     if site.kind == "added":
         return _line(image + references), _line(text + image + references)
+    own = _line(image + references)
     if site.kind == "joint":
         parts: dict[str, list[Any]] = {"image": image, "text": text, "references": references}
-        joint = _line([part for name in family.order for part in parts[name]])
-        return joint, joint
-    own = _line(image + references)
+        own = _line([part for name in family.order for part in parts[name]])
+    if geometry.rope is not None and len(geometry.rope) == own.length:
+        own = dataclasses.replace(own, rope=geometry.rope)
     return own, own
 
 

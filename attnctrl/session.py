@@ -396,7 +396,8 @@ class Session:
                 "controls cannot tell its rows"
             )
         geometry = family.measure(inputs, model)
-        changed = geometry != denoiser.geometry
+        before = denoiser.geometry
+        changed = before is None or geometry != before or geometry.rope is not before.rope
         denoiser.geometry, denoiser.latent = geometry, geometry.latent
         for slot in denoiser.slots:
             if changed:
