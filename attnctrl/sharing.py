@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -27,7 +27,6 @@ from .call import (
     DenoiseCall,
     MissingRows,
     Rows,
-    Segment,
     Site,
     Step,
     Tokens,
@@ -45,13 +44,16 @@ __all__ = [
     "contrast",
     "from_rows",
     "gather_keys",
+    "gather_rows",
     "image_of",
     "join_keys",
+    "keys_of",
     "late_sites",
     "outer_mix",
     "pairs",
     "part",
     "partner_rows",
+    "queries_from",
     "shift_keys",
     "token_adain",
 ]
@@ -240,6 +242,21 @@ def from_rows(call: AttentionCall, index: Int[Tensor, "b"], segment: str | None 
     return call.replace(key=taken(call.key, 2), value=taken(call.value, 2), mask=mask, bias=bias)
 
 
+def keys_of(call: AttentionCall, segment: str | None) -> AttentionCall:
+    """The call over the keys of `segment` only; None: all of them."""
+    if segment is None:
+        return call
+    keys = call.key_tokens[segment]
+    cut = lambda x, dim: x.narrow(dim, keys.start, keys.length)  # noqa: E731
+    return call.replace(
+        key=cut(call.key, 2),
+        value=cut(call.value, 2),
+        mask=None if call.mask is None else cut(call.mask, 3),
+        bias=tuple(Bias(bias.left, cut(bias.right, 2)) for bias in call.bias),
+        key_tokens=call.key_tokens.only(segment),
+    )
+
+
 def shift_keys(call: AttentionCall, shift: float | Float[Tensor, "#b #h n"]) -> AttentionCall:
     """The call with `shift` added to all its scores: one number, or one per query."""
     if isinstance(shift, Tensor):
@@ -360,12 +377,8 @@ def _cat(left: Tensor | None, first: Tensor, second: Tensor) -> Bias:
 
 
 def _join_tokens(first: Tokens, second: Tokens, name: str) -> Tokens:
-    """Nothing where one side is not known."""
-    if not first.segments or not second.segments:
-        return Tokens()
-    start = first.length
-    renamed = (Segment(f"{name}:{s.name}", start + s.start, s.length, s.grid) for s in second.segments)
-    return Tokens((*first.segments, *renamed))
+    renamed = tuple(replace(segment, name=f"{name}:{segment.name}") for segment in second.segments)
+    return first.concat(replace(second, segments=renamed))
 
 
 # ----------------------------------------------------------------------------------------------- statistics and outputs
@@ -395,6 +408,23 @@ def token_adain(
     out = ((exact - mean) / std * std[index] + mean[index]).to(x.dtype)
     own = index == torch.arange(len(index), device=index.device)
     return torch.where(own[:, None, None, None], x, out)
+
+
+def queries_from(call: AttentionCall, query: Float[Tensor, "b h n d"], segment: str | None) -> Float[Tensor, "b h n d"]:
+    """The call's queries with those of `segment` (None: all) taken from `query`."""
+    if segment is None:
+        return query
+    tokens = call.query_tokens
+    return tokens.put(call.query, segment, tokens.get(query, segment))
+
+
+def gather_rows(*outputs: tuple[Part, Float[Tensor, "t h n c"]]) -> Float[Tensor, "b h n c"]:
+    """The outputs of parts of the rows, which together are all, in the order of the batch."""
+    first = outputs[0][1]
+    whole = first.new_empty(sum(len(out) for _, out in outputs), *first.shape[1:])
+    for rows, out in outputs:
+        whole = whole.index_copy(0, rows.index, out)
+    return whole
 
 
 def outer_mix(
