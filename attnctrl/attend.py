@@ -2,23 +2,28 @@
 
 Biases become extra query/key channels and values of another width are padded, here and nowhere else, so no control ever
 sees a changed head_dim.
+
+What a fused kernel does not return is asked here, of a call as it stands and not through the controls behind:
+`lse`, `mass` and, for methods that need the logits themselves, `chunks`; `merge` joins attention over parts of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .call import AttentionCall, Bias
 
-__all__ = ["Kernel", "attend", "native", "reasons_against"]
+__all__ = ["Kernel", "attend", "chunks", "lse", "mass", "merge", "native", "reasons_against"]
 
 Kernel = Callable[..., Tensor]
 
 native: Kernel = torch.nn.functional.scaled_dot_product_attention
+
+CHUNK = 2**24  # logits held at once by `chunks`: 64 MiB in float32
 
 
 def attend(call: AttentionCall, kernel: Kernel = native) -> Float[Tensor, "b h n c"]:
@@ -69,3 +74,82 @@ def reasons_against(backend: str, call: AttentionCall, kernel: Kernel) -> list[s
     if call.causal and "is_causal" not in takes:
         reasons.append("it is never causal")
     return reasons
+
+
+# ---------------------------------------------------------------------------------- what a fused kernel does not return
+
+
+def chunks(call: AttentionCall) -> Iterator[tuple[slice, Float[Tensor, "b h c m"]]]:
+    """The logits, scale q k^T + bias and -inf where masked, for some queries after the others, in float32 (float64 for
+    float64 queries): never all of them at once."""
+    batch, heads, n, width = call.query.shape
+    m = call.key.shape[2]
+    mask = _tensor_mask(call)
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    scale = width**-0.5 if call.scale is None else call.scale
+    key = call.key.to(wide).mT
+    size = max(1, CHUNK // (batch * heads * m))
+    for start in range(0, n, size):
+        part = slice(start, min(start + size, n))
+        cut = lambda x: x if x.shape[2] == 1 else x[:, :, part]  # noqa: B023, E731
+        logits = call.query[:, :, part].to(wide) @ key * scale
+        for bias in call.bias:
+            right = bias.right.to(wide).mT
+            logits = logits + (right.sum(-2, keepdim=True) if bias.left is None else cut(bias.left).to(wide) @ right)
+        if mask is not None:
+            logits = logits.masked_fill(~cut(mask), -torch.inf) if mask.dtype == torch.bool else logits + cut(mask)
+        if call.causal:
+            rows, columns = (torch.arange(size, device=key.device) for size in (part.stop, m))
+            logits = logits.masked_fill(columns > rows[part, None], -torch.inf)
+        yield part, logits
+
+
+def lse(call: AttentionCall) -> Float[Tensor, "b h n"]:
+    """log sum_keys exp(logits) of each query, -inf where it may see no key; float32 (float64 for float64 queries)."""
+    return torch.cat([logits.logsumexp(-1) for _, logits in chunks(call)], -1)
+
+
+def mass(call: AttentionCall, keys: str | Sequence[int] | Bool[Tensor, "..."]) -> Float[Tensor, "b h n"]:
+    """The attention each query pays to `keys`: a segment's name, indices, or a mask (m,), (b, m) or (b, h, m).
+
+    Fused, in float32 (float64 for float64 queries): the operation with an indicator as value."""
+    batch, heads, _, _ = call.query.shape
+    m = call.key.shape[2]
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    column = torch.zeros(1, 1, m, dtype=wide, device=call.key.device)
+    if isinstance(keys, str):
+        segment = call.key_tokens[keys]
+        column[..., segment.start : segment.start + segment.length] = 1
+    elif isinstance(keys, Tensor) and keys.dtype == torch.bool:
+        if keys.shape[-1] != m or keys.ndim > 3:
+            raise ValueError(
+                f"a mask of keys of shape {tuple(keys.shape)} for {m} keys; give (m,), (b, m) or (b, h, m)"
+            )
+        column = (keys[:, None] if keys.ndim == 2 else keys.expand(1, 1, -1) if keys.ndim == 1 else keys).to(wide)
+    else:
+        column[..., keys] = 1
+    mask = _tensor_mask(call)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(wide)
+    value = column[..., None].expand(batch, heads, m, 1)
+    return attend(call.replace(query=call.query.to(wide), key=call.key.to(wide), value=value, mask=mask))[..., 0]
+
+
+def merge(
+    parts: Sequence[tuple[Float[Tensor, "b h n c"], Float[Tensor, "b h n"]]],
+) -> Float[Tensor, "b h n c"]:
+    """Attention over all keys from attention over parts of them, each with its `lse`:  sum_i out_i e^lse_i / sum_i
+    e^lse_i.  Queries that see no key get 0.  The lse of the whole is the logsumexp of the parts'."""
+    if not parts:
+        raise ValueError("merge needs at least one part, (out, lse)")
+    weights = torch.stack([weight for _, weight in parts]).softmax(0).nan_to_num(0.0)[..., None]
+    total = torch.zeros((), dtype=weights.dtype, device=weights.device)
+    for (out, _), weight in zip(parts, weights, strict=True):
+        total = total + torch.where(weight > 0, out.to(weights.dtype) * weight, 0)
+    return total.to(parts[0][0].dtype)
+
+
+def _tensor_mask(call: AttentionCall) -> Tensor | None:
+    if call.mask is not None and not isinstance(call.mask, Tensor):
+        raise ValueError(f"the mask of {call.site.name or 'the call'} is a {type(call.mask).__name__}, not a tensor")
+    return call.mask
