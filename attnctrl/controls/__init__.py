@@ -1,7 +1,9 @@
 """Methods that act on attention, one per file."""
 
 from .feature_injection import FeatureInjection
+from .mutual_self_attention import MutualSelfAttention, WordMasks
 from .prompt_to_prompt import PromptToPrompt
+from .rope_keys import RopeKeyModulation
 from .stored_features import StoredFeatures
 from .style_aligned import StyleAligned
 from .style_injection import StyleInjection
@@ -10,10 +12,13 @@ from .value_sharing import ValueSharing
 
 __all__ = [
     "FeatureInjection",
+    "MutualSelfAttention",
     "PromptToPrompt",
+    "RopeKeyModulation",
     "StoredFeatures",
     "StyleAligned",
     "StyleInjection",
     "StyleSwap",
     "ValueSharing",
+    "WordMasks",
 ]

@@ -26,7 +26,7 @@ def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def made(branches=("uncond", "cond"), prompts=3, grid=(3, 4), heads=2, d=4, step=Step(5, 10), text=0, **extra):
+def made(branches=("uncond", "cond"), prompts=3, grid=(3, 4), heads=2, d=4, step=None, text=0, **extra):
     """A call of self-attention, or of joint attention with `text` tokens in front."""
     rows = Rows.grid(branches, prompts, 1)
     n = grid[0] * grid[1]
@@ -34,7 +34,7 @@ def made(branches=("uncond", "cond"), prompts=3, grid=(3, 4), heads=2, d=4, step
     tokens = Tokens(segments)
     q, k, v = (draw(len(rows), heads, text + n, d, seed=i) for i in (1, 2, 3))
     fields = {"kind": "joint" if text else "self", "rows": rows, "query_tokens": tokens, "key_tokens": tokens}
-    return AttentionCall(q, k, v, step=step, **{**fields, **extra})
+    return AttentionCall(q, k, v, step=step or Step(5, 10), **{**fields, **extra})
 
 
 def written(query, key, value, scale=None):
