@@ -24,7 +24,7 @@ _STRATEGIES = {f"{verb}_{name[0]}": (verb, name) for verb in ("add", "replace") 
 class FeatureInjection(FromSource):
     """Add or replace queries, keys and values by a source's.
 
-    stored, window, text, sites   as in ValueSharing; `stored` must keep the features named ("qv" for "add_q replace_v")
+    stored, steps, text, sites   as in ValueSharing; `stored` must keep the features named ("qv" for "add_q replace_v")
     strategy  words of add_q, add_k, add_v, replace_q, replace_k, replace_v; "replace_v" is ValueSharing.  The authors:
               "add_q", "add_k" or "add_v" where too little changes, "add_q replace_v" where too much
     ratio     factors of the source's q, k, v; the authors' default is (1, 1, 1)

@@ -72,7 +72,7 @@ def evaluation(index: int, total: int, solver: Solver, *, inverse: bool = False)
 
 def value_sites(sites: Sequence[Site]) -> list[Site]:
     """Single-stream blocks from number 20 of 38 (FLUX: 20-37) or 21 of 40 (HunyuanVideo: 21-39) on, the authors' own.
-    Of models with double-stream blocks only, the last 18 of 57, as in FLUX; elsewhere all self sites, as in OpenSora."""
+    Of models with double-stream blocks only, the last 18 of 57, as in FLUX; elsewhere all self sites (OpenSora)."""
     joint = [site for site in sites if site.kind == "joint"]
     singles = [site for site in joint if site.place == "single"]
     if singles:
@@ -221,7 +221,7 @@ class FromSource:
     """
 
     stored: StoredFeatures | None = None
-    window: Window | None = None
+    steps: Window | None = None
     text: bool = True
     sites: str | Callable[[Sequence[Site]], list[Site]] = value_sites
 
@@ -235,10 +235,10 @@ class FromSource:
     _now: dict[tuple[str, str], Features | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.window is None:
-            self.window = (0.0, 0.2) if self.stored is None else (0.0, 1.0)
-        check_window("window", self.window)
-        self._lockstep = Sharing(lambda rows, device: pairs(rows, device, 0), self.window)
+        if self.steps is None:
+            self.steps = (0.0, 0.2) if self.stored is None else (0.0, 1.0)
+        check_window("steps", self.steps)
+        self._lockstep = Sharing(lambda rows, device: pairs(rows, device, 0), self.steps)
 
     def names(self) -> list[str]:
         """The features used, of query, key, value."""
@@ -252,7 +252,7 @@ class FromSource:
         if self.stored is None:
             self._lockstep.begin(call)
             return
-        self._on, self._rows, self._now = in_window(call.step, self._lockstep.steps), call.rows, {}
+        self._on, self._rows, self._now = in_window(call.step, self.steps), call.rows, {}
         if self._on:
             for site in self._run.sites_of(self):
                 if site.denoiser == call.denoiser:
@@ -276,7 +276,7 @@ class FromSource:
 
     def _of_store(self, call: AttentionCall) -> Features | None:
         begun = self._rows is not None
-        if not (self._on if begun else in_window(call.step, self._lockstep.steps)):
+        if not (self._on if begun else in_window(call.step, self.steps)):
             return None
         table = call.table
         if begun and self._rows == (table if table.fold == 1 else replace(table, fold=1)):

@@ -24,7 +24,7 @@ class ValueSharing(FromSource):
     stored  what an inversion kept (`StoredFeatures`): its intervals and solver are this control's, too; every row that
             has nothing stored of its own branch and prompt reads the cond row's.  None: the source is prompt 0 of the
             same pipeline call, run in lockstep (for generated sources; an inversion is another trajectory)
-    window  in which part of the run; None: all that is stored, or without a store (0.0, 0.2), the authors' 5 of 25
+    steps   in which part of the run; None: all that is stored, or without a store (0.0, 0.2), the authors' 5 of 25
     text    whether text tokens are shared, too, as by the authors, whose texts have one length; False: images only
     sites   a selector or a function; the default is `late_sites`: FLUX single blocks 20-37, the authors'
 

@@ -43,9 +43,9 @@ def test_rf_edit_is_the_authors():
     stored = ValueSharing(recorded(joint(q, k, source)))
     assert (stored.attention(joint(q, k, own), attend) - t["out"]).abs().max() <= 2e-6
     two = [torch.cat((x, y)) for x, y in ((q, q), (k, k), (source, own))]
-    lockstep = ValueSharing(window=(0, 1)).attention(joint(*two), attend)
+    lockstep = ValueSharing(steps=(0, 1)).attention(joint(*two), attend)
     assert (lockstep[1:] - t["out"]).abs().max() <= 2e-6
-    outside = ValueSharing(window=(1, 2)).attention(joint(*two), attend)
+    outside = ValueSharing(steps=(1, 2)).attention(joint(*two), attend)
     assert (outside[1:] - t["out_no_inject"]).abs().max() <= 2e-6
 
 
@@ -139,7 +139,7 @@ def test_rows_read_their_own_source_and_what_is_missing_raises():
     with pytest.raises(MissingRows, match="image 2"):
         ValueSharing(store).attention(three, attend)
     with pytest.raises(MissingRows):
-        ValueSharing(window=(0, 1)).attention(call.replace(rows=Rows(("cond",), (1,), (0,), ("",), (0,))), attend)
+        ValueSharing(steps=(0, 1)).attention(call.replace(rows=Rows(("cond",), (1,), (0,), ("",), (0,))), attend)
     with pytest.raises(ValueError, match="nothing is stored: attach"):
         ValueSharing(StoredFeatures()).attention(call, attend)
     with pytest.raises(ValueError, match="1 iterations were stored and this run makes 4"):
@@ -164,10 +164,10 @@ def test_values_of_the_same_run_change_nothing_and_those_of_another_do(family, c
 def test_in_lockstep_the_source_is_plain_and_the_target_reads_it(family):
     text = family.name != "qwen"
     plain = sample(family, PROMPTS)
-    shared = sample(family, PROMPTS, ValueSharing(window=(0.0, 0.6), text=text))
+    shared = sample(family, PROMPTS, ValueSharing(steps=(0.0, 0.6), text=text))
     assert torch.equal(shared[0], plain[0]) and (shared[1] - plain[1]).abs().max() > 1e-4
-    assert torch.equal(sample(family, PROMPTS, ValueSharing(window=(0, 0), text=text)), plain)
-    injected = sample(family, PROMPTS, FeatureInjection(window=(0.0, 0.6), text=text))
+    assert torch.equal(sample(family, PROMPTS, ValueSharing(steps=(0, 0), text=text)), plain)
+    injected = sample(family, PROMPTS, FeatureInjection(steps=(0.0, 0.6), text=text))
     assert torch.equal(injected, shared)
 
 
@@ -183,5 +183,5 @@ def test_other_steps_and_models_without_rows_together_are_refused():
 
 def test_one_graph_serves_all_steps():
     store = StoredFeatures(3, "euler", "qv", inverse=False)
-    for control in (store, FeatureInjection(store, strategy="add_q replace_v"), ValueSharing(window=(0, 3))):
+    for control in (store, FeatureInjection(store, strategy="add_q replace_v"), ValueSharing(steps=(0, 3))):
         assert_one_graph(control, steps=3)
