@@ -1,7 +1,9 @@
 """Methods that act on attention, one per file."""
 
+from .cross_image import CrossImageAttention
 from .feature_injection import FeatureInjection
 from .mutual_self_attention import MutualSelfAttention, WordMasks
+from .plug_and_play import PlugAndPlay
 from .prompt_to_prompt import PromptToPrompt
 from .rope_keys import RopeKeyModulation
 from .stored_features import StoredFeatures
@@ -11,8 +13,10 @@ from .style_swap import StyleSwap
 from .value_sharing import ValueSharing
 
 __all__ = [
+    "CrossImageAttention",
     "FeatureInjection",
     "MutualSelfAttention",
+    "PlugAndPlay",
     "PromptToPrompt",
     "RopeKeyModulation",
     "StoredFeatures",

@@ -252,7 +252,7 @@ class FromSource:
         if self.stored is None:
             self._lockstep.begin(call)
             return
-        self._on, self._rows, self._now = in_window(call.step, self.steps), call.rows, {}
+        self._on, self._rows, self._now = in_window(call.step, self._lockstep.steps), call.rows, {}
         if self._on:
             for site in self._run.sites_of(self):
                 if site.denoiser == call.denoiser:
@@ -276,7 +276,7 @@ class FromSource:
 
     def _of_store(self, call: AttentionCall) -> Features | None:
         begun = self._rows is not None
-        if not (self._on if begun else in_window(call.step, self.steps)):
+        if not (self._on if begun else in_window(call.step, self._lockstep.steps)):
             return None
         table = call.table
         if begun and self._rows == (table if table.fold == 1 else replace(table, fold=1)):
