@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .attend import chunks
 from .call import (
     Attend,
     AttentionCall,
@@ -36,6 +37,7 @@ from .call import (
 )
 
 __all__ = [
+    "UNSHARED",
     "Pairs",
     "Part",
     "Sharing",
@@ -59,6 +61,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+UNSHARED = "unshared"  # variant of rows that a guidance adds to see what sharing changes: they share nothing
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -434,32 +438,18 @@ def outer_mix(
     return attend(first) * weight + attend(second) * (1 - weight)
 
 
-def contrast(call: AttentionCall, strength: float, *, entries: int = 2**22) -> Float[Tensor, "b h n c"]:
+def contrast(call: AttentionCall, strength: float) -> Float[Tensor, "b h n c"]:
     """A' V with A' = clip(s A + (1 - s) / m, 0, 1): each row of the map is stretched around its mean 1 / m, not
     renormalised (arXiv:2311.03335).
 
-    The clip acts on entries, so the map is formed, in chunks of queries of at most `entries` entries, in float32
-    (float64 for float64).
+    The clip acts on entries, so the map is formed, for some queries after the others, in float32 (float64 for
+    float64).
     """
     if not 1 <= strength < math.inf:
         raise ValueError(f"contrast strength is 1 (none) or more, not {strength}")
-    if call.causal:
-        raise ValueError("contrast of causal attention is not defined: the mean of a row differs from query to query")
-    b, h, n, d = call.query.shape
-    m, exact = call.key.shape[2], torch.promote_types(call.query.dtype, torch.float32)
-    scale = d**-0.5 if call.scale is None else call.scale
-    key, value = call.key.to(exact).transpose(2, 3), call.value.to(exact)
-    chunk = max(1, entries // (b * h * m))
+    m = call.key.shape[2]
     out = []
-    for start in range(0, n, chunk):
-        cut = lambda x, at=start: x if x.shape[2] == 1 else x[:, :, at : at + chunk]  # noqa: E731
-        scores = cut(call.query).to(exact) @ key * scale
-        for bias in call.bias:
-            right = bias.right.to(exact).transpose(2, 3)  # (b, h, r, m)
-            scores = scores + (right.sum(2, keepdim=True) if bias.left is None else cut(bias.left).to(exact) @ right)
-        if call.mask is not None:
-            mask = cut(call.mask)
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        edited = (scores.softmax(-1) * strength + (1 - strength) / m).clamp(0, 1)
-        out.append(edited @ value)
-    return torch.cat(out, dim=2).to(call.query.dtype)
+    for _, logits in chunks(call):
+        edited = (logits.softmax(-1) * strength + (1 - strength) / m).clamp(0, 1)
+        out.append(edited @ call.value.to(edited.dtype))
+    return torch.cat(out, dim=2).to(call.value.dtype)

@@ -5,6 +5,7 @@ from .feature_injection import FeatureInjection
 from .mutual_self_attention import MutualSelfAttention, WordMasks
 from .plug_and_play import PlugAndPlay
 from .prompt_to_prompt import PromptToPrompt
+from .random_sharing import RandomSharing
 from .rope_keys import RopeKeyModulation
 from .stored_features import StoredFeatures
 from .style_aligned import StyleAligned
@@ -18,6 +19,7 @@ __all__ = [
     "MutualSelfAttention",
     "PlugAndPlay",
     "PromptToPrompt",
+    "RandomSharing",
     "RopeKeyModulation",
     "StoredFeatures",
     "StyleAligned",

@@ -163,10 +163,11 @@ def test_outer_mix_is_the_mixed_map(crowded):
 
 
 @pytest.mark.parametrize("entries", [1, 100, 10**6])
-def test_contrast_is_the_clipped_map_in_chunks_of_any_size(crowded, entries):
+def test_contrast_is_the_clipped_map_in_chunks_of_any_size(crowded, entries, monkeypatch):
+    monkeypatch.setattr("attnctrl.attend.CHUNK", entries)
     edited = (scores(crowded).softmax(-1) * 1.67 - 0.67 / M).clamp(0, 1)
     assert (edited == 0).any()
-    close(contrast(crowded, 1.67, entries=entries), edited @ crowded.value)
+    close(contrast(crowded, 1.67), edited @ crowded.value)
     close(contrast(crowded, 1), attend(crowded))
     with pytest.raises(ValueError, match="strength"):
         contrast(crowded, 0.5)
