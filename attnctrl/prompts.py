@@ -57,10 +57,12 @@ def encode_in(run: Any, prompt: str | Encoded, length: int | None) -> Encoded:
     )
 
 
-def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
+def flatten(prompts: Prompts, *, alone: bool = False) -> tuple[list[str | Encoded], list[int]]:
     """All prompts in the order of the pipeline call, and for each the index of its edit's source.
 
-    Raises ValueError when an edit has no target.
+    alone: whether a source may have no target.
+
+    Raises ValueError when an edit has no source, or no target where it must.
     """
     groups: list[Sequence[Any]]
     if isinstance(prompts, str):
@@ -74,8 +76,8 @@ def flatten(prompts: Prompts) -> tuple[list[str | Encoded], list[int]]:
     flat: list[str | Encoded] = []
     sources: list[int] = []
     for group in groups:
-        if len(group) < 2:
-            raise ValueError(f"an edit needs a source and at least one target, got {list(group)!r}")
+        if len(group) < (1 if alone else 2):
+            raise ValueError(f"an edit needs a source{'' if alone else ' and at least one target'}, got {list(group)!r}")
         sources += [len(flat)] * len(group)
         flat += group
     return flat, sources

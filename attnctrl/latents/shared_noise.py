@@ -21,7 +21,8 @@ class SharedNoise:
     Acts in the first iteration only: on what the denoiser sees, and on what the scheduler steps from, so the source's
     latents stay the pipeline's own bits.  Noise that a scheduler adds later (ancestral samplers) is each row's own.
 
-    prompts  [source, target, ...], or a list of such edits, as they are given to the pipeline
+    prompts  [source, target, ...], or a list of such edits, as they are given to the pipeline; an edit may be its
+             source alone
 
     Raises ValueError when the pipeline runs another number of prompts.
     """
@@ -41,7 +42,7 @@ class SharedNoise:
 
     def share(self, latents: Tensor, rows: Rows) -> Tensor:
         """`latents` (one row per image, described by `rows`) with every target's row replaced by its source's."""
-        _, sources = flatten(self.prompts)
+        _, sources = flatten(self.prompts, alone=True)
         check_count("SharedNoise", len(sources), rows.prompt)
         index = source_images(rows.prompt, rows.image, sources)
         return latents[torch.tensor(index, device=latents.device)]
