@@ -26,7 +26,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-__all__ = ["Leg", "Predicts", "ddim_invert", "ddim_mean", "ddim_sample", "ddim_step", "ddim_unstep", "legs_of"]
+__all__ = [
+    "Leg",
+    "Predicts",
+    "ddim_invert",
+    "ddim_mean",
+    "ddim_sample",
+    "ddim_step",
+    "ddim_unstep",
+    "deviation",
+    "legs_of",
+]
 
 Predicts = Literal["epsilon", "v_prediction", "sample"]
 Predict = Callable[[Tensor, int], Tensor]
@@ -93,11 +103,15 @@ def ddim_mean(
     eta: float = 1.0,
 ) -> tuple[Float[Tensor, "..."], float]:
     """Mean and deviation of the stochastic step: eta 0 is DDIM, 1 is DDPM.  Same errors as `ddim_step`."""
-    deviation = eta * math.sqrt((1 - stop) / (1 - start) * (1 - start / stop)) if start < stop else 0.0
-    # a step to the noise that is left beside the fresh one: less noise, the same share of the image
-    keep = math.sqrt(max(1 - stop - deviation**2, 0.0))
+    spread = deviation(start, stop, eta)
+    keep = math.sqrt(max(1 - stop - spread**2, 0.0))  # of the noise, beside the fresh one
     noise = _noise(x, prediction, start, predicts)
-    return ddim_step(x, prediction, start, stop, predicts) + (keep - math.sqrt(1 - stop)) * noise, deviation
+    return ddim_step(x, prediction, start, stop, predicts) + (keep - math.sqrt(1 - stop)) * noise, spread
+
+
+def deviation(start: float, stop: float, eta: float = 1.0) -> float:
+    """Of the fresh noise in the stochastic step."""
+    return eta * math.sqrt((1 - stop) / (1 - start) * (1 - start / stop)) if start < stop else 0.0
 
 
 def ddim_sample(

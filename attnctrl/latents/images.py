@@ -10,7 +10,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-__all__ = ["encode", "pack", "pixel_size"]
+__all__ = ["encode", "pack", "pixel_size", "size_for"]
 
 
 @torch.no_grad()
@@ -39,8 +39,8 @@ def encode(
         raise ValueError(
             f"image is a PIL image or a list of them of one size, got sizes {[one.size for one in images]}"
         )
-    stride = pipe.vae_scale_factor * (2 if hasattr(pipe, "_pack_latents") else 1)
-    height, width = height or images[0].height // stride * stride, width or images[0].width // stride * stride
+    stride, own = _stride(pipe), size_for(pipe, images[0])
+    height, width = height or own[0], width or own[1]
     if min(height, width) < stride or height % stride or width % stride:
         raise ValueError(
             f"image sides must be multiples of {stride} pixels for {type(pipe).__name__}, got height {height}, width "
@@ -58,6 +58,16 @@ def encode(
             vae.to(torch.float16)
     latents = (latents - (vae.config.get("shift_factor") or 0.0)) * scale
     return pack(pipe, latents.to(_dtype(pipe)))
+
+
+def size_for(pipe: Any, image: Image.Image) -> tuple[int, int]:
+    """Height and width a picture is resized to: its own, down to a multiple of the pixels of a token."""
+    stride = _stride(pipe)
+    return image.height // stride * stride, image.width // stride * stride
+
+
+def _stride(pipe: Any) -> int:
+    return pipe.vae_scale_factor * (2 if hasattr(pipe, "_pack_latents") else 1)
 
 
 def _dtype(pipe: Any) -> torch.dtype:

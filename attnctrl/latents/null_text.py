@@ -1,5 +1,5 @@
-"""Null-text inversion (arXiv:2211.09794) and negative-prompt inversion (arXiv:2305.16807): the text of the uncond rows
-that makes guided sampling follow an inverted trajectory.
+"""Null-text inversion (arXiv:2211.09794): texts of the uncond rows with which guided sampling follows an inverted
+trajectory.
 
 Along x*_n .. x*_0 of an unguided DDIM inversion, at step i of the sampler from x (at first x*_n), with e_c the
 prediction of the source prompt, computed once:
@@ -7,10 +7,8 @@ prediction of the source prompt, computed once:
     x <- step(x; guided with null_i)
 by at most `inner` updates of a fresh Adam with learning rate 1e-2 (1 - i/100); the loss is read before its update, and
 below 1e-5 + 2e-5 i that update is the last.  w = 7.5, inner = 10: the authors' code.
-Negative-prompt inversion takes the source prompt for every null: e = e_c, guidance cancels on the source.  No
-optimisation.  `interpolation` > 0 goes from it towards the empty prompt, on the sphere (proximal guidance's code).
-Evaluations beyond the inversion: for null-text one per update with a backward pass, and one per step for the next x;
-none for negative prompts.  `PinSource` needs neither: the source is pinned whatever its text.
+Evaluations beyond the inversion: one per update, with a backward pass, and one per step for the next x.  `PinSource`
+needs neither: the source is pinned whatever its text.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from .schedulers import solver_for
 from .start import StartFrom, check_schedule, per_row, source_rows
 from .trajectory import Trajectory
 
-__all__ = ["NullText", "NullTexts", "fit_null_text", "negative_prompt_embedding", "null_text"]
+__all__ = ["NullText", "NullTexts", "fit_null_text", "null_text"]
 
 Embedding = Float[Tensor, "#b tokens channels"]
 
@@ -91,20 +89,6 @@ def null_text(
     return torch.stack(found), torch.stack(path)
 
 
-def negative_prompt_embedding(source: Embedding, null: Embedding, interpolation: float = 0.0) -> Embedding:
-    """The source prompt's embedding, `interpolation` of the way (0 to 1) to the empty prompt's, by the angle between
-    the flattened embeddings."""
-    if not 0 <= interpolation <= 1:
-        raise ValueError(f"interpolation lies in [0, 1], not {interpolation!r}")
-    if interpolation == 0:
-        return source
-    low, high = source.flatten(1), null.flatten(1)
-    cosine = (torch.nn.functional.normalize(low) * torch.nn.functional.normalize(high)).sum(1)
-    angle = torch.acos(cosine)[:, None]
-    mixed = torch.sin((1 - interpolation) * angle) * low + torch.sin(interpolation * angle) * high
-    return (mixed / torch.sin(angle)).reshape(source.shape)
-
-
 @dataclass(frozen=True)
 class NullTexts:
     """What null-text inversion found: an embedding for each step, and the trajectory it was made for."""
@@ -119,7 +103,7 @@ class NullText:
     """Sample with the uncond texts of `invert(pipe, image, prompt, method="null_text")`.
 
     Every uncond row, of source and targets, gets null_i at step i (authors; single_branch=True: the source's only,
-    their ablation), and every row starts from the inverted noise.  Puts DDIM on the pipeline.
+    their ablation), and every row starts from the inverted noise.  The pipeline must step by DDIM (`Solver`).
 
     Raises ValueError in a run without guidance, or of other timesteps, or with another guidance scale than the texts
     were made for.
@@ -135,9 +119,6 @@ class NullText:
 
     def __post_init__(self) -> None:
         self._starts = StartFrom(self.nulls.trajectory.noise, self.prompts)
-
-    def scheduler(self, current: Any) -> Any:
-        return solver_for(current, "ddim")
 
     def begin_run(self, run: Any) -> None:
         self._run = run

@@ -90,7 +90,7 @@ def rf_edit(
 class RFInversion:
     """Edit with the noise of `invert(pipe, image, method="rf_inversion")`: rows start from it, steered to the image.
 
-    Puts Euler's flow scheduler on the pipeline.  No attention is touched.
+    The pipeline must step by Euler's rule (`Solver`).  No attention is touched.
 
     image    latents of the image: of one for all edits, or one for each
     noise    what the inversion ended in
@@ -112,9 +112,6 @@ class RFInversion:
         if not 0 <= self.eta <= 1:
             raise ValueError(f"eta lies in [0, 1], not {self.eta!r}")
         self._starts = StartFrom(self.noise, self.prompts)
-
-    def scheduler(self, current: Any) -> Any:
-        return solver_for(current, "euler")
 
     def begin_run(self, run: Any) -> None:
         self._run = run
@@ -143,7 +140,12 @@ class ToNoise:
     noise: Float[Tensor, "images ..."]
     gamma: float
     compat: Compat | None
+    latents: Float[Tensor, "images ..."] | None = field(default=None, init=False)
     _run: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.compat not in (None, "diffusers"):
+            raise ValueError(f"compat is None (the paper's grid) or 'diffusers', not {self.compat!r}")
 
     def scheduler(self, current: Any) -> Any:
         return solver_for(current, "rf_inversion" if self.compat is None else "rf_inversion_compat", inverse=True)
@@ -155,4 +157,6 @@ class ToNoise:
         scheduler = self._run.pipeline.scheduler
         time = float(scheduler.timesteps[call.step.index]) / scheduler.config.num_train_timesteps
         noise = self.noise.to(call.sample)
-        return step(call.replace(prediction=steer_to_noise(call.prediction, call.sample, noise, time, self.gamma)))
+        velocity = steer_to_noise(call.prediction, call.sample, noise, time, self.gamma)
+        self.latents = step(call.replace(prediction=velocity))
+        return self.latents

@@ -16,6 +16,7 @@ the middle of the schedule (img2img) are refused by the flow solvers: pipelines 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,8 +25,9 @@ from diffusers.schedulers.scheduling_ddim import DDIMSchedulerOutput
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from torch import Tensor
 
+from . import flow
 from .ddim import Leg, ddim_mean, ddim_unstep, legs_of
-from .flow import Solver, Told, Walk
+from .flow import Told, Walk, visits
 
 __all__ = [
     "DDIMInversionScheduler",
@@ -40,10 +42,12 @@ __all__ = [
     "RFInversionInverseScheduler",
     "RFSolverInverseScheduler",
     "RFSolverScheduler",
+    "Solver",
     "edit_friendly_scheduler",
     "flow_edit_scheduler",
     "is_flow",
     "solver_for",
+    "way_back",
 ]
 
 
@@ -99,7 +103,7 @@ class _FlowGrid(_Euler):
 
 
 class _FlowSolver(_FlowGrid):
-    solver: ClassVar[Solver] = "euler"
+    solver: ClassVar[flow.Solver] = "euler"
     inverse: ClassVar[bool] = False
     told: ClassVar[Told] = "start"
 
@@ -276,18 +280,41 @@ def solver_for(current: Any, solver: str, inverse: bool = False) -> Any:
     return _made(kind, current, solver)
 
 
+@dataclass(frozen=True)
+class Solver:
+    """Let the pipeline step by another solver while this is attached: "ddim", or for flow models "euler", "midpoint"
+    ("rf_solver") or "fireflow", on the grid of its own scheduler (`solver_for`).
+
+    num_inference_steps counts intervals; `Step.total` counts evaluations of the network.
+    """
+
+    name: str
+
+    def scheduler(self, current: Any) -> Any:
+        return solver_for(current, self.name)
+
+
 def edit_friendly_scheduler(current: Any, skip: int, eta: float) -> Any:
     """An `EditFriendlyScheduler` on the grid of `current`."""
-    scheduler = _made(EditFriendlyScheduler, current, "edit_friendly")
-    scheduler.skip, scheduler.noise = skip, eta
-    return scheduler
+    made = _made(EditFriendlyScheduler, current, "edit_friendly")
+    made.skip, made.noise = skip, eta
+    return made
 
 
 def flow_edit_scheduler(current: Any, n_max: int, n_min: int, n_avg: int) -> Any:
     """A `FlowEditScheduler` on the grid of `current`."""
-    scheduler = _made(FlowEditScheduler, current, "flow_edit")
-    scheduler.n_max, scheduler.n_min, scheduler.n_avg = n_max, n_min, n_avg
-    return scheduler
+    made = _made(FlowEditScheduler, current, "flow_edit")
+    made.n_max, made.n_min, made.n_avg = n_max, n_min, n_avg
+    return made
+
+
+def way_back(scheduler: Any) -> tuple[float, ...]:
+    """What the sampler will tell the network on the way back from where this inverse scheduler went; noise first."""
+    if not isinstance(scheduler, _FlowSolver):
+        return tuple(scheduler.timesteps.flip(0).tolist())
+    walk = scheduler._walk
+    train = scheduler.config.num_train_timesteps
+    return tuple(visit.time * train for visit in visits(walk.times[::-1], walk.solver))
 
 
 def _made(kind: Callable[..., Any], current: Any, solver: str) -> Any:

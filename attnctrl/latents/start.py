@@ -21,7 +21,7 @@ def source_rows(name: str, prompts: Prompts, rows: Rows) -> list[tuple[int, bool
 
     Raises ValueError when the pipeline runs another number of prompts than control `name` was made for.
     """
-    _, sources = flatten(prompts)
+    _, sources = flatten(prompts, alone=True)
     check_count(name, len(sources), rows.prompt)
     edits = {source: k for k, source in enumerate(dict.fromkeys(sources))}
     return [(edits[sources[p]], sources[p] == p) for p in rows.prompt]

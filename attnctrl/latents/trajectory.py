@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..call import Denoise, DenoiseCall, Prediction, Rows, StepCall, StepFunction
 from ..prompts import Prompts
-from .schedulers import solver_for
 from .start import check_schedule, per_row, source_rows
 
 __all__ = ["PinSource", "Trajectory"]
@@ -30,7 +29,7 @@ class Trajectory:
     Memory: the latents only, (n + 1) times those of the images (SD 1.5, 50 steps, float32: 3.3 MB); no features.
 
     timesteps: what the sampler tells the network on the way back, noise first; empty: not checked.
-    solver: the sampler that walks the same states back (see `latents.schedulers`); None: the pipeline's own scheduler.
+    solver: the sampler that walks the same states back (`Solver`); None: the pipeline's own scheduler.
     """
 
     latents: Float[Tensor, "states images ..."]
@@ -67,9 +66,10 @@ class Trajectory:
 class PinSource:
     """Hold each edit's source to its inversion: its row follows the trajectory, targets start from its noise.
 
-    Puts the trajectory's solver on the pipeline.  Acts on the latents after each scheduler step, the steps of the
-    controls given after it included; give LocalBlend *before* it, so that targets blend with the pinned source:
-        attach(pipe, LocalBlend(...), PinSource(...), PromptToPrompt(...))
+    The pipeline must step by the trajectory's solver (`Solver`).  Acts on the latents after each scheduler step, the
+    steps of the controls given after it included; give LocalBlend *before* it, so that targets blend with the pinned
+    source:
+        attach(pipe, LocalBlend(...), Solver("ddim"), PinSource(...), PromptToPrompt(...))
     A run of fewer iterations (img2img) starts in the middle, from the latents of that level.
 
     trajectory  of `invert`; of one image for all edits, or one for each
@@ -85,9 +85,6 @@ class PinSource:
 
     needs = frozenset({"all_rows"})
     _run: Any = field(default=None, init=False, repr=False)
-
-    def scheduler(self, current: Any) -> Any:
-        return current if self.trajectory.solver is None else solver_for(current, self.trajectory.solver)
 
     def begin_run(self, run: Any) -> None:
         self._run = run
