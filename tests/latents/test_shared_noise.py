@@ -43,5 +43,10 @@ def test_each_image_of_each_edit_has_its_own():
 def test_another_number_of_prompts_is_an_error():
     with pytest.raises(ValueError, match="made for 3 prompts, the pipeline runs 2"):
         sample(EDITABLE[0], (SOURCE, TARGET), SharedNoise(["a", "b", "c"]))
-    with pytest.raises(ValueError, match="at least one target"):
-        sample(EDITABLE[0], (SOURCE,), SharedNoise([SOURCE]))
+    with pytest.raises(ValueError, match="an edit needs a source, got \\[\\]"):
+        sample(EDITABLE[0], (SOURCE,), SharedNoise([[SOURCE], []]))
+
+
+def test_a_source_may_be_alone():
+    latents = torch.arange(3.0)[:, None]
+    assert SharedNoise([["a", "b"], ["c"]]).share(latents, Rows.grid(("cond",), 3, 1)).flatten().tolist() == [0, 0, 2]
