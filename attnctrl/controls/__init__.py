@@ -2,6 +2,8 @@
 
 from .cross_image import CrossImageAttention
 from .feature_injection import FeatureInjection
+from .interpolation import AttentionInterpolation
+from .isolation import SubjectIsolation
 from .mutual_self_attention import MutualSelfAttention, WordMasks
 from .plug_and_play import PlugAndPlay
 from .prompt_to_prompt import PromptToPrompt
@@ -14,6 +16,7 @@ from .style_swap import StyleSwap
 from .value_sharing import ValueSharing
 
 __all__ = [
+    "AttentionInterpolation",
     "CrossImageAttention",
     "FeatureInjection",
     "MutualSelfAttention",
@@ -25,6 +28,7 @@ __all__ = [
     "StyleAligned",
     "StyleInjection",
     "StyleSwap",
+    "SubjectIsolation",
     "ValueSharing",
     "WordMasks",
 ]
