@@ -31,6 +31,7 @@ __all__ = [
     "MissingRows",
     "Prediction",
     "Rope",
+    "RowInputs",
     "Rows",
     "Segment",
     "Site",
@@ -137,6 +138,22 @@ class Rows:
         pick = lambda column: tuple(column[i] for i in index)  # noqa: E731
         return Rows(
             pick(self.branch), pick(self.prompt), pick(self.image), pick(self.variant), pick(self.origin), self.fold
+        )
+
+    def add(self, index: Sequence[int], variant: str) -> Rows:
+        """These rows and then copies of those at `index`, whose variant is the tag of the control that adds them."""
+        more = self.take(index)
+        known = set(self.table())
+        for branch, prompt, image, _ in more.table():
+            if (branch, prompt, image, variant) in known:
+                raise ValueError(f"there is a row {(branch, prompt, image, variant)} already; choose another tag")
+        return Rows(
+            self.branch + more.branch,
+            self.prompt + more.prompt,
+            self.image + more.image,
+            self.variant + (variant,) * len(more),
+            self.origin + more.origin,
+            self.fold,
         )
 
 
@@ -442,12 +459,51 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True)
+class RowInputs:
+    """How the arguments of a denoiser's forward lie along its rows: every tensor has one entry per row (or a single one
+    for all), but those named `shared`; lists named `listed` have one entry per row.  `sure` is False for a model that
+    is in no table, where a tensor of another length is taken for shared."""
+
+    shared: frozenset[str] = frozenset()
+    listed: frozenset[str] = frozenset()
+    sure: bool = True
+
+    def take(self, inputs: Mapping[str, Any], rows: Sequence[int], count: int) -> dict[str, Any]:
+        """The inputs of the rows at `rows`, of inputs for `count` rows."""
+        return {name: self._take(name, value, tuple(rows), count) for name, value in inputs.items()}
+
+    def _take(self, name: str, value: Any, rows: tuple[int, ...], count: int) -> Any:
+        if name in self.shared:
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._take(key, entry, rows, count) for key, entry in value.items()}
+        if name in self.listed and isinstance(value, (list, tuple)) and len(value) == count:
+            return type(value)(value[row] for row in rows)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._take(name, entry, rows, count) for entry in value)
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        if len(value) == count:
+            if not self.sure and name.endswith(("ids", "mask_index", "freqs", "rotary_emb")):
+                raise ValueError(
+                    f"input {name!r} has {count} entries, as many as there are rows, and this model is in no table: "
+                    "whether it lies along the rows is not known"
+                )
+            return value[batch_index(rows, 1, value.device)]
+        if len(value) == 1 or not self.sure:
+            return value
+        raise ValueError(
+            f"input {name!r} has {len(value)} entries where the denoiser has {count} rows: which are whose is not known"
+        )
+
+
+@dataclass(frozen=True)
 class DenoiseCall:
     """One call of the denoiser.
 
     `latents` has one row per image, as `scheduler.step` will get them: unscaled, without channels or reference tokens
     the pipeline appends. `inputs` holds every argument of `forward` by name, as the pipeline gave it.  `denoiser` is
-    the name of the pipeline's component.
+    the name of the pipeline's component.  `along` tells how inputs lie along the rows.
     """
 
     latents: Float[Tensor, "images ..."]
@@ -455,21 +511,49 @@ class DenoiseCall:
     rows: Rows
     step: Step
     denoiser: str = "unet"
+    along: RowInputs = field(default_factory=RowInputs)
 
     def replace(self, **changes: Any) -> DenoiseCall:
         """A copy with these fields changed.  New `latents` are scaled, repeated over branches and put into the model's
         input by the engine."""
         return dataclasses.replace(self, **changes)
 
+    def take(self, rows: Sequence[int]) -> DenoiseCall:
+        """The call for these rows of the table only (`latents` stay one per image).  Controls behind need the partners
+        of the rows they edit, or raise MissingRows."""
+        return self._with_rows(rows, self.rows.take(rows))
+
+    def add_rows(self, index: Sequence[int], variant: str) -> DenoiseCall:
+        """The call with copies of the rows at `index` after its own, tagged `variant`.  The prediction then has their
+        rows last; the control that added them hands outward as many rows as it was given."""
+        return self._with_rows([*range(len(self.rows)), *index], self.rows.add(index, variant))
+
+    def _with_rows(self, index: Sequence[int], rows: Rows) -> DenoiseCall:
+        return self.replace(inputs=self.along.take(self.inputs, index, len(self.rows)), rows=rows)
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the denoiser returned, one row per row of the call."""
+    """What the denoiser returned, one row per row of the call.
+
+    `latents`, one row per image, commits: where the outermost control returns them, later denoiser calls of this
+    iteration and `scheduler.step` use them instead of the pipeline's.
+    """
 
     value: Float[Tensor, "rows ..."]
+    latents: Float[Tensor, "images ..."] | None = None
 
     def replace(self, **changes: Any) -> Prediction:
         return dataclasses.replace(self, **changes)
+
+    def take(self, rows: Sequence[int]) -> Prediction:
+        """The prediction for these rows only."""
+        return self.replace(value=self.value[batch_index(tuple(rows), 1, self.value.device)])
+
+    def put(self, rows: Sequence[int], value: Float[Tensor, "some ..."]) -> Prediction:
+        """A copy whose rows at `rows` are `value`."""
+        index = batch_index(tuple(rows), 1, self.value.device)
+        return self.replace(value=self.value.index_copy(0, index, value.to(self.value.dtype)))
 
 
 Denoise = Callable[[DenoiseCall], Prediction]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .call import Segment, Site, Tokens
+from .call import RowInputs, Segment, Site, Tokens
 from .rope import Rope, frequencies
 
 __all__ = [
@@ -71,6 +71,7 @@ class Family:
     texts: the tokenizers whose tokens make the text sequence, in order, each with its length (None: what is left of the
     sequence); lowers: whether the pipeline lower-cases and strips prompts first
     refused: why no control can be attached; lacks: needs of controls that cannot be met
+    along: how the inputs of forward lie along the rows
     """
 
     name: str
@@ -88,6 +89,7 @@ class Family:
     refused: str = ""
     lacks: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    along: RowInputs = field(default_factory=lambda: RowInputs(frozenset({"ip_adapter_masks"})))
 
 
 def _text_length(inputs: Mapping[str, Any]) -> int | None:
@@ -255,6 +257,7 @@ FAMILIES: tuple[Family, ...] = (
         calls=("cond", "uncond"),
         packed=1,
         texts=(("tokenizer_2", None),),
+        along=RowInputs(frozenset({"img_ids", "txt_ids", "ip_adapter_masks"})),
     ),
     Family(
         name="sd3",
@@ -288,6 +291,7 @@ FAMILIES: tuple[Family, ...] = (
         order=("text", "image", "references"),
         calls=("cond", "uncond"),
         packed=4,
+        along=RowInputs(listed=frozenset({"img_shapes"})),
     ),
     Family(
         name="wan",
@@ -345,6 +349,7 @@ def unknown(model: torch.nn.Module) -> Family:
             "segments": "the order of its tokens is not in the table",
             "rope": "its rotary embedding is not in the table",
         },
+        along=RowInputs(sure=False),
     )
 
 

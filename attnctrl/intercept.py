@@ -27,7 +27,7 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as _Backends
 from torch import Tensor
 
-__all__ = ["NATIVE", "here", "hook", "lock", "native", "patch_op", "restore_op", "state_of", "unhook"]
+__all__ = ["NATIVE", "here", "hook", "lock", "native", "patch_op", "put", "restore_op", "state_of", "unhook"]
 
 NATIVE = "native"
 lock = threading.RLock()
@@ -68,6 +68,11 @@ def unhook(owner: Any) -> None:
 def state_of(owner: Any) -> Any:
     """What `owner` reports to; None where it is not hooked."""
     return owner.__dict__.get("_attnctrl")
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of `owner`, and nothing else: a pipeline would write it into its config, too."""
+    owner.__dict__[name] = value
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from .sites import HeadSet, describe, select
 
 __all__ = ["Run", "attach"]
 
-LEVELS = ("attention", "denoise", "step")
+LEVELS = ("attention", "denoise", "step", "scheduler")
 
 
 class Run:
@@ -29,6 +29,7 @@ class Run:
         self._chosen: dict[int, set[Site]] = {}
         self._final: Report | None = None
         self._before: dict[int, Any] = {}  # of sites and denoisers: what their counters were when this run came
+        self._schedulers: tuple[Any, Any] | None = None  # the pipeline's, and the one put in its place
         self.controls = tuple(controls)
         self.begun = False  # whether controls were told that the pipeline runs
         self.closed = False
@@ -91,8 +92,25 @@ class Run:
             if hasattr(control, "attention"):
                 self._chosen.setdefault(id(control), set()).update(_matching(control, denoiser.sites))
 
+    def put_scheduler(self) -> None:
+        """Let a solver's scheduler take the place of the pipeline's."""
+        solver = next((control for control in self.controls if _is_solver(control)), None)
+        if solver is None:
+            return
+        current = self.pipeline.scheduler
+        new = solver.scheduler(current)
+        lacking = [name for name in ("set_timesteps", "step") if not callable(getattr(new, name, None))]
+        if lacking:
+            raise TypeError(
+                f"{_name(solver)}.scheduler returned a {type(new).__name__}, which has no {' and no '.join(lacking)}; "
+                "it returns a diffusers scheduler"
+            )
+        self._schedulers = current, new
+        self._session.put_scheduler(new, instead_of=current)
+
     def begin(self, call: DenoiseCall) -> None:
-        """Before each call of a denoiser, outside any compiled graph."""
+        """Before each call of a denoiser, and where controls change its rows before the model runs; outside any
+        compiled graph."""
         if not self.begun:
             for control in self.controls:
                 if hasattr(control, "begin_run"):
@@ -115,7 +133,11 @@ class Run:
             if self in session.runs:
                 session.runs.remove(self)
             try:
+                if self._schedulers is not None:
+                    current, new = self._schedulers
+                    session.put_scheduler(current, instead_of=new)
                 if session.runs:
+                    session.open()
                     for denoiser in session.denoisers.values():
                         denoiser.lay()
                 else:
@@ -167,7 +189,7 @@ class Run:
             ControlReport(
                 name=_name(control),
                 stage=stage(control),
-                levels=tuple(level for level in LEVELS if hasattr(control, level)),
+                levels=tuple(level for level in LEVELS if callable(getattr(control, level, None))),
                 sites=len(self.sites_of(control)),
                 of=len(self.sites),
                 forms_maps=bool(getattr(control, "forms_maps", False)),
@@ -198,9 +220,12 @@ def attach(target: Any, *controls: Any) -> Run:
     The first control is the outermost; controls are sorted by stage (observe, reuse, edit, kernel), the order given
     holding within one.
 
-    Raises TypeError when an object has none of the methods attention, denoise, step; ValueError when the model cannot
-    be controlled, when a control's sites match nothing, when it needs what the model does not have, or when two
-    `kernel` controls meet at a site.
+    An object with `scheduler(current)` is a solver: the scheduler it returns steps in place of the pipeline's while the
+    run is open.
+
+    Raises TypeError when an object has none of the methods attention, denoise, step, scheduler; ValueError when the
+    model cannot be controlled, when a control's sites match nothing, when it needs what the model does not have, when
+    two `kernel` controls meet at a site, or when there are two solvers, or one without a pipeline.
     """
     _check_controls(controls)
     models = denoisers_of(target)
@@ -215,12 +240,14 @@ def attach(target: Any, *controls: Any) -> Run:
             _refuse(controls, denoiser)
         _check_sites(controls, denoisers)
         session = _session_of(target, denoisers) or Session(target)
+        _check_solvers(target, [*controls, *(control for run in session.runs for control in run.controls)])
         run = Run(session, controls)
         session.runs.append(run)
         try:
             intercept.patch_op(run)
             for denoiser in session.denoisers.values():
                 run.resolve(denoiser)
+            run.put_scheduler()
             session.open()
             run.start_counting()
             for denoiser in session.denoisers.values():
@@ -279,6 +306,21 @@ def _check_controls(controls: Sequence[Any]) -> None:
             raise ValueError(f"stage {stage(control)!r} of {_name(control)}; the stages are {', '.join(STAGES)}")
     if len({id(control) for control in controls}) < len(controls):
         raise ValueError("the same control was given twice")
+
+
+def _is_solver(control: Any) -> bool:
+    return callable(getattr(control, "scheduler", None))
+
+
+def _check_solvers(target: Any, controls: Sequence[Any]) -> None:
+    solvers = [_name(control) for control in controls if _is_solver(control)]
+    if len(solvers) > 1:
+        raise ValueError(f"{' and '.join(solvers)} both bring a scheduler; a pipeline steps by one")
+    if solvers and "scheduler" not in getattr(target, "__dict__", {}):
+        raise ValueError(
+            f"{solvers[0]} brings a scheduler, and {type(target).__name__} has none to take the place of; attach it to "
+            "a pipeline"
+        )
 
 
 def _refuse(controls: Sequence[Any], denoiser: Denoiser) -> None:

@@ -126,18 +126,25 @@ class Denoiser:
         if not self.sessions:
             return forward(*args, **kwargs)
         session = _latest(self.sessions)
-        call = session.denoise_call(self, self._bind(args, kwargs))
+        own = self._bind(args, kwargs)
+        call = session.denoise_call(self, own)
         runs = self.runs
         for run in runs:
             run.begin(call)
         outputs: list[Any] = []
+        told = call.rows  # those that controls were told of
 
         def last(inner: DenoiseCall) -> Prediction:
+            nonlocal told
+            if inner.rows != told:
+                told = inner.rows
+                for run in runs:
+                    run.begin(inner)
             inputs = inner.inputs
             if inner.latents is not call.latents:
                 inputs = with_latents(inputs, self.family, inner.latents, inner.rows, len(call.latents), session.scaled)
             self.rows = inner.rows
-            if inputs is call.inputs:
+            if inputs is own:
                 outputs.append(forward(*args, **kwargs))
             else:  # by position what was given by position: another way of calling costs a compiled model another graph
                 given = dict(inputs)
@@ -164,6 +171,13 @@ class Denoiser:
                 )
         if not outputs:
             raise RuntimeError("no control called the denoiser; call it and change what it returns")
+        if len(prediction.value) != len(call.rows):
+            raise ValueError(
+                f"the controls returned a prediction of {len(prediction.value)} rows for the {len(call.rows)} of the "
+                f"{self.name}; a control that adds or leaves out rows hands outward those it was given"
+            )
+        if prediction.latents is not None:
+            session.commit(prediction.latents, call)
         session.calls += 1
         self.calls += 1
         return with_first(outputs[-1], prediction.value)
@@ -234,6 +248,7 @@ class Session:
         self.ran: Denoiser | None = None  # the last one that did
         self.unscaled: Tensor | None = None  # what scale_model_input was given, in this iteration
         self.scaled: Callable[[Tensor], Tensor] | None = None
+        self.committed: Tensor | None = None  # latents that a control put in place of the pipeline's, in this iteration
 
     @property
     def now(self) -> Session:
@@ -276,6 +291,11 @@ class Session:
                 intercept.hook(scheduler, "scheduler", state)
                 self.scheduler = scheduler
 
+    def put_scheduler(self, put: Any, instead_of: Any) -> None:
+        """Let the pipeline step by `put`, if it still does by `instead_of`: others may have replaced that."""
+        if getattr(self.pipeline, "scheduler", None) is instead_of:
+            intercept.put(self.pipeline, "scheduler", put)
+
     def close(self) -> None:
         for denoiser in self.denoisers.values():
             denoiser.close(self)
@@ -309,7 +329,7 @@ class Session:
 
     def _restart(self) -> None:
         self.index = self.calls = 0
-        self.unscaled = self.scaled = None
+        self.unscaled = self.scaled = self.committed = None
 
     def on_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._start()
@@ -353,12 +373,13 @@ class Session:
         controls = [control for run in self.sharing for control in run.controls if hasattr(control, "step")]
         self.stepping = True
         try:
-            out = self._step(controls, original, args, kwargs) if controls else original(*args, **kwargs)
+            through = controls or self.committed is not None
+            out = self._step(controls, original, args, kwargs) if through else original(*args, **kwargs)
         finally:
             self.stepping = False
         self.index += 1
         self.calls = 0
-        self.unscaled = self.scaled = None
+        self.unscaled = self.scaled = self.committed = None
         return out
 
     def _step(
@@ -366,6 +387,8 @@ class Session:
     ) -> Any:
         names = list(inspect.signature(type(self.scheduler).step).parameters)[1 : len(args) + 1]
         given = {**dict(zip(names, args, strict=True)), **kwargs}
+        if self.committed is not None:
+            given["sample"] = self.committed
         outputs: list[Any] = []
 
         def last(call: StepCall) -> Tensor:  # by position what was given by position: others may have replaced `step`
@@ -414,9 +437,24 @@ class Session:
         denoiser.step = self._step_now(inputs.get("timestep"))
         images = len(set(zip(denoiser.rows.prompt, denoiser.rows.image, strict=True)))
         latents = latents_of(given if self.unscaled is None else self.unscaled, images, family, geometry, model)
+        if self.committed is not None:
+            latents = self.committed
+            inputs = with_latents(inputs, family, latents, denoiser.rows, images, self.scaled)
         return DenoiseCall(
-            latents=latents, inputs=inputs, rows=denoiser.rows, step=denoiser.step, denoiser=denoiser.name
-        )
+            latents=latents, inputs=inputs, rows=denoiser.rows, step=denoiser.step, denoiser=denoiser.name,
+            along=family.along,
+        )  # fmt: skip
+
+    def commit(self, latents: Tensor, call: DenoiseCall) -> None:
+        """From now on, in this iteration, these are the latents."""
+        if self.scheduler is None:
+            raise RuntimeError("a control commits latents, but a bare denoiser has no scheduler that steps from them")
+        if latents.shape != call.latents.shape:
+            raise ValueError(
+                f"a control commits latents of shape {tuple(latents.shape)} in place of {tuple(call.latents.shape)}"
+            )
+        if latents is not call.latents:
+            self.committed = latents.to(call.latents.dtype)
 
     def _branch(self, denoiser: Denoiser, count: int, guided: bool) -> str | None:
         """The branch of this call where guidance runs as separate calls: by its cache context, else by its number."""
