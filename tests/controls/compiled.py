@@ -7,6 +7,7 @@ import torch
 
 from attnctrl import AttentionCall, DenoiseCall, Rows, Segment, Site, Step, Tokens
 from attnctrl.attend import attend
+from attnctrl.families import Family, Geometry, _generic
 
 
 class Graphs:
@@ -44,7 +45,16 @@ def assert_one_graph(control, steps, *, rows=None, graphs=1, text=3, rope=None):
     counted = Graphs()
     compiled = torch.compile(operation, fullgraph=True, backend=counted)
     if hasattr(control, "begin_run"):
-        control.begin_run(SimpleNamespace(sites_of=lambda control: [site]))
+        family = Family("small", (), (), _generic, order=("text", "image"))
+        geometry = Geometry(latent=(4, 4), grid=(2, 2), text=text)
+        control.begin_run(
+            SimpleNamespace(
+                sites_of=lambda control: [site],
+                family=lambda name: family,
+                geometry=lambda name: geometry,
+                prompts=None,
+            )
+        )
     for i in range(steps):
         denoiser.step = Step(i, steps)
         control.begin(DenoiseCall(q[:2, 0], {}, rows, denoiser.step))
