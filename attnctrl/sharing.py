@@ -261,14 +261,20 @@ def keys_of(call: AttentionCall, segment: str | None) -> AttentionCall:
     )
 
 
-def shift_keys(call: AttentionCall, shift: float | Float[Tensor, "#b #h n"]) -> AttentionCall:
-    """The call with `shift` added to all its scores: one number, or one per query."""
+def shift_keys(
+    call: AttentionCall, shift: float | Float[Tensor, "#b #h n"], segment: str | None = None
+) -> AttentionCall:
+    """The call with `shift`, one number or one per query, added to the scores of the keys of `segment` (None: of
+    all)."""
+    ones = call.key.new_ones(1, 1, call.key.shape[2], 1)
+    if segment is not None:
+        ones = call.key_tokens.put(torch.zeros_like(ones), segment, call.key_tokens.get(ones, segment))
     if isinstance(shift, Tensor):
-        added = Bias(shift[..., None], call.key.new_ones(1, 1, call.key.shape[2], 1))
+        added = Bias(shift[..., None], ones)
     elif shift == 0:
         return call
     else:
-        added = Bias(None, call.key.new_full((1, 1, call.key.shape[2], 1), shift))
+        added = Bias(None, ones * shift)
     return call.replace(bias=(*call.bias, added))
 
 
