@@ -11,15 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..call import Attend, AttentionCall, DenoiseCall, MissingRows, Rows, Site, Window, batch_index
+from ..call import (
+    Attend,
+    AttentionCall,
+    DenoiseCall,
+    MissingRows,
+    Module,
+    ModuleCall,
+    Rows,
+    Site,
+    Window,
+    batch_index,
+    in_window,
+)
 from ..sharing import Sharing, check_window
 
-__all__ = ["PlugAndPlay", "decoder_sites"]
+__all__ = ["FeatureSharing", "PlugAndPlay", "decoder_sites"]
 
 
 def decoder_sites(sites: Sequence[Site]) -> list[Site]:
@@ -78,6 +91,46 @@ class PlugAndPlay:
     def _index(self, rows: Rows, device: torch.device) -> Int[Tensor, "b"] | None:
         both = len(set(rows.branch)) > 1 if self._both is None else self._both
         return source_index(rows, both, device)
+
+
+@dataclass(eq=False)
+class FeatureSharing:
+    """The f part: targets get the source's output of a module.  Give it together with PlugAndPlay.
+
+    steps    when: fractions of the run, or two step indices; (0.0, 0.8) as the authors
+    modules  a selector of submodules whose output has a row per batch entry; the second convolution of the second
+             residual block of up_blocks.1, the authors' for Stable Diffusion: what it returns is copied before the skip
+             connection is added.  Transformers have no such module, and refuse at attach
+
+    Raises MissingRows when a target's source is not in the same call of the denoiser.
+    """
+
+    steps: Window = (0.0, 0.8)
+    modules: str = "up_blocks.1.resnets.1.conv2"
+
+    _on: bool = field(default=False, init=False, repr=False)
+    _rows: Rows | None = field(default=None, init=False, repr=False)
+    _both: bool = field(default=False, init=False, repr=False)
+    _sources: Int[Tensor, "b"] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_window("steps", self.steps)
+
+    def begin(self, call: DenoiseCall) -> None:
+        self._on = in_window(call.step, self.steps)
+        if self._rows != call.rows:
+            self._rows, self._both = call.rows, len(set(call.rows.branch)) > 1
+            self._sources = source_index(call.rows, self._both, call.latents.device)
+
+    def module(self, call: ModuleCall, module: Module) -> Any:
+        out = module(call)
+        if not self._on:
+            return out
+        if self._rows == call.rows:
+            index = self._sources
+        else:  # a part of the rows, or frames folded into the batch
+            index = source_index(call.rows, self._both, out.device)
+        return out if index is None else out[index]
 
 
 def source_index(rows: Rows, both: bool, device: torch.device) -> Int[Tensor, "b"] | None:

@@ -4,10 +4,12 @@ import pytest
 import torch
 from controls.compiled import assert_one_graph
 from controls.edits import EDITABLE, pipe_of, sample
+from tiny import FAMILIES
 
-from attnctrl import AttentionCall, MissingRows, Rows, Site, Step, attach
+from attnctrl import AttentionCall, DenoiseCall, MissingRows, Rows, Site, Step, attach
 from attnctrl.attend import attend
-from attnctrl.controls import PlugAndPlay
+from attnctrl.call import ModuleCall
+from attnctrl.controls import FeatureSharing, PlugAndPlay
 from attnctrl.controls.plug_and_play import decoder_sites
 
 PROMPTS = ("a red cat", "a blue dog")
@@ -55,6 +57,44 @@ def test_the_source_is_plain_the_target_is_not_and_no_steps_change_nothing(famil
 def test_models_whose_rows_never_meet_are_refused():
     with pytest.raises(ValueError, match="cannot be controlled"):
         attach(pipe_of("mochi"), PlugAndPlay())
+
+
+@pytest.mark.parametrize("cfg", [True, False], ids=["cfg", "no_cfg"])
+def test_features_are_the_sources_conditional_ones_until_their_window_ends(cfg):
+    seen = []
+
+    class Watch:
+        modules = FeatureSharing().modules
+
+        def module(self, call, module):
+            seen.append((call.step.index, module(call)))
+            return seen[-1][1]
+
+    sd = FAMILIES["sd"]
+    plain = sample(sd, PROMPTS, cfg=cfg)
+    shared = sample(sd, PROMPTS, Watch(), FeatureSharing(), cfg=cfg)
+    assert torch.equal(shared[0], plain[0]) and (shared[1] - plain[1]).abs().max() > 1e-4
+    assert len(seen) == 5
+    for step, out in seen:
+        cond = out[2:] if cfg else out
+        assert torch.equal(cond[0], cond[1]) == (step < 4)
+        if cfg:
+            assert torch.equal(out[1], cond[0]) == (step < 4) and not torch.equal(out[0], cond[0])
+    assert torch.equal(sample(sd, PROMPTS, FeatureSharing(steps=(0, 0)), cfg=cfg), plain)
+
+
+def test_features_of_a_part_of_the_rows_and_of_models_without_the_module():
+    control = FeatureSharing()
+    rows = Rows.grid(("uncond", "cond"), 2, 1)
+    control.begin(DenoiseCall(torch.zeros(2, 1), {}, rows, Step()))
+    out = torch.randn(4, 3)
+    assert torch.equal(control.module(ModuleCall("conv", {}, rows), lambda call: out), out[[0, 2, 2, 2]])
+    part = rows.take([2, 3])
+    assert torch.equal(control.module(ModuleCall("conv", {}, part), lambda call: out[2:]), out[[2, 2]])
+    with pytest.raises(MissingRows):
+        control.module(ModuleCall("conv", {}, rows.take([0, 1])), lambda call: out[:2])
+    with pytest.raises(ValueError, match="no submodule has such a name"):
+        attach(pipe_of("flux"), FeatureSharing())
 
 
 def test_one_graph_serves_all_steps():
