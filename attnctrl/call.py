@@ -29,6 +29,8 @@ __all__ = [
     "Denoise",
     "DenoiseCall",
     "MissingRows",
+    "Module",
+    "ModuleCall",
     "Prediction",
     "Rope",
     "RowInputs",
@@ -453,6 +455,33 @@ class Attend(Protocol):
     """The rest of the chain at one site."""
 
     def __call__(self, call: AttentionCall, /) -> Float[Tensor, "b h n c"]: ...
+
+
+# --------------------------------------------------------------------------------------------------------------- module
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a submodule of a denoiser: `inputs` are the arguments of its forward by name, `rows` the table of the
+    batch entries (folded where frames lie in the batch)."""
+
+    name: str
+    inputs: Mapping[str, Any]
+    rows: Rows
+    step: Step = field(default_factory=Step)
+    denoiser: str = "unet"
+
+    def replace(self, **changes: Any) -> ModuleCall:
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def with_inputs(self, **inputs: Any) -> ModuleCall:
+        """A copy with these arguments of forward changed."""
+        return self.replace(inputs={**self.inputs, **inputs})
+
+
+Module = Callable[[ModuleCall], Any]
+"""The rest of the chain at one submodule; returns what its forward returns."""
 
 
 # ----------------------------------------------------------------------------------------------- denoiser and scheduler

@@ -1,11 +1,13 @@
-"""One attention module that is hooked: from its attention operation to the call object, through the controls, to the
-kernel."""
+"""One module that is hooked.  An attention module (`Slot`): from its attention operation to the call object, through
+the controls, to the kernel.  Any submodule (`Place`): from its arguments through the controls to its forward."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +16,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from . import attend as end
 from . import intercept
-from .call import Attend, AttentionCall, Site, Tokens
+from .call import Attend, AttentionCall, ModuleCall, Site, Tokens
 from .families import Family, Geometry, seen_kind, site_tokens
 from .intercept import here
 
 if TYPE_CHECKING:
     from .session import Denoiser
 
-__all__ = ["STAGES", "Slot", "stage"]
+__all__ = ["STAGES", "Place", "Slot", "stage"]
 
 STAGES = ("observe", "reuse", "edit", "kernel")
 _UNKNOWN = Tokens()
@@ -61,12 +63,21 @@ class _Link:
         return self.control.attention(call, self.rest)
 
 
+def _hook(module: torch.nn.Module, kind: str, state: Any, wanted: bool) -> None:
+    hooked = intercept.state_of(module) is state
+    if wanted and not hooked:
+        intercept.hook(module, kind, state)
+    elif hooked and not wanted:
+        intercept.unhook(module)
+
+
 class Slot:
     """The state of one hooked attention module: its site, its chain of controls, the layouts of its tokens, and
     counters.
 
-    entered counts forwards of the module and calls its operations, both outside of compiled graphs; compiled tells
-    whether one ran inside.
+    entered counts forwards of the module, calls its operations, and skipped how often a control left out a module it is
+    in, all outside of compiled graphs; compiled tells whether one ran inside.  around is the module as a `Place`, where
+    controls wrap it as a whole.
     """
 
     def __init__(self, site: Site, module: torch.nn.Module, denoiser: Denoiser) -> None:
@@ -77,7 +88,8 @@ class Slot:
         self.images: tuple[int, ...] | None = None  # of a model that is in no row: numbers of tokens an image may have
         self.text: int | None = None
         self.own_part: int | None = None  # where image prompts add operations to the module: which one is its own
-        self.entered = self.calls = 0
+        self.entered = self.calls = self.skipped = 0
+        self.around: Place | None = None
         self.seen: type | None = None  # the processor whose operations were seen last
         self.compiled = False
         self.kernels: Counter[str] = Counter()
@@ -88,11 +100,7 @@ class Slot:
         self.chain = self._kernel
         for control in reversed(self.controls):
             self.chain = _Link(control, self.chain)
-        hooked = intercept.state_of(self.module) is self
-        if self.controls and not hooked:
-            intercept.hook(self.module, "site", self)
-        elif hooked and not self.controls:
-            intercept.unhook(self.module)
+        _hook(self.module, "site", self, bool(self.controls or self.around))
 
     def measure(self, family: Family, geometry: Geometry) -> None:
         """Take the sizes of the denoiser calls to come."""
@@ -170,3 +178,92 @@ class Slot:
         if not torch.compiler.is_compiling():
             self.kernels[name] += 1
         return end.attend(call, kernel)
+
+
+class _Around:
+    """One control and the rest of the chain behind it, at a submodule."""
+
+    def __init__(self, control: Any, rest: Callable[[ModuleCall], Any]) -> None:
+        self.control, self.rest = control, rest
+
+    def __call__(self, call: ModuleCall) -> Any:
+        return self.control.module(call, self.rest)
+
+
+@dataclass(frozen=True)
+class _Given(ModuleCall):
+    """A call, and how to call the forward it came from."""
+
+    forward: Callable[[Mapping[str, Any]], Any] = dict
+
+
+class Place:
+    """The state of one submodule that controls wrap: its chain, in the order given, and counters as in `Slot`.
+
+    within are the attention modules in it, which do not run where a control leaves it out.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, denoiser: Denoiser) -> None:
+        self.name, self.denoiser = name, denoiser
+        self.controls: tuple[Any, ...] = ()
+        self.calls = 0
+        self.compiled = False
+        self.within = [slot for slot in denoiser.slots if f"{slot.site.name}.".startswith(f"{name}.")]
+        self.site = next((slot for slot in self.within if slot.site.name == name), None)
+        self.bind(module)
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Wrap this module, which has the name now."""
+        self.module = module
+        parameters = inspect.signature(type(module).forward).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.names = [parameter.name for parameter in parameters if parameter.kind in kinds][1:]
+
+    def lay(self, controls: Sequence[Any]) -> None:
+        """Make the chain of these controls, given outermost first."""
+        self.controls = tuple(controls)
+        self.chain: Callable[[Any], Any] = _forward
+        for control in reversed(self.controls):
+            self.chain = _Around(control, self.chain)
+        if self.site is not None:  # an attention module has one state
+            self.site.around = self if self.controls else None
+            self.site.lay(self.site.controls)
+        else:
+            _hook(self.module, "module", self, bool(self.controls))
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the module, through the controls' `module`."""
+        names, count = self.names, len(args)
+        if count > len(names):
+            raise TypeError(f"{self.name} was called with {count} arguments by position; its forward names {names}")
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            self.compiled = True
+        else:
+            self.calls += 1
+        ran = False
+
+        def last(inputs: Mapping[str, Any]) -> Any:
+            nonlocal ran
+            ran = True
+            named = dict(inputs)
+            return forward(*[named.pop(name) for name in names[:count]], **named)
+
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        rows, batch = self.denoiser.rows, _batch(inputs)
+        if batch != len(rows) and batch and batch % len(rows) == 0:
+            rows = self.denoiser.op_rows(batch)
+        out = self.chain(_Given(self.name, inputs, rows, self.denoiser.step, self.denoiser.name, last))
+        if not (ran or compiling):
+            for slot in self.within:
+                slot.skipped += 1
+        return out
+
+
+def _forward(call: Any) -> Any:  # a _Given, or what controls made of it
+    return call.forward(call.inputs)
+
+
+def _batch(inputs: Mapping[str, Any]) -> int:
+    """The first dimension of the first tensor."""
+    return next((value.shape[0] for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 0)

@@ -1,7 +1,7 @@
 """The only file that changes objects it does not own; everything it changes is put back, whatever happens.
 
- 1. Hooked objects (attention modules, denoisers, the scheduler, the pipeline) get a *twin*: a cached subclass of their
- own class under the same name,
+ 1. Hooked objects (modules, denoisers, the scheduler, the pipeline) get a *twin*: a cached subclass of their own class
+ under the same name,
     with a few methods that report to a state the object carries.  `__dict__` is otherwise untouched, `isinstance`
     holds, processors and `forward` stay the user's, so LoRA, IP-Adapter, fused projections, accelerate and cache hooks
     go on working and may come and go while a run is open.  Without a state a twin acts as its base; copies and pickles
@@ -51,7 +51,7 @@ here = _Here()
 
 
 def hook(owner: Any, kind: str, state: Any) -> None:
-    """Let `owner` (a "site", "denoiser", "scheduler" or "pipeline") report to `state`."""
+    """Let `owner` (a "site", "module", "denoiser", "scheduler" or "pipeline") report to `state`."""
     owner.__dict__["_attnctrl"] = state
     if "_attnctrl_base" not in vars(type(owner)):
         object.__setattr__(owner, "__class__", _twin(type(owner), kind))  # type: ignore[arg-type]
@@ -124,6 +124,13 @@ def _site(base: Any) -> dict[str, Any]:
         slot = getattr(self, "_attnctrl", None)  # a bound __call__ may outlive the hook (torch.compile keeps one)
         if slot is None:
             return call(self, *args, **kwargs)
+        if slot.around is not None:
+            return slot.around.run(functools.partial(attention, self, slot), args, kwargs)
+        return attention(self, slot, *args, **kwargs)
+
+    def attention(self: Any, slot: Any, *args: Any, **kwargs: Any) -> Any:
+        if not slot.controls:
+            return call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             slot.entered += 1
         outer, outer_part = here.slot, here.part
@@ -132,6 +139,18 @@ def _site(base: Any) -> dict[str, Any]:
             return call(self, *args, **kwargs)
         finally:
             here.slot, here.part = outer, outer_part
+
+    return {"__call__": __call__}
+
+
+def _module(base: Any) -> dict[str, Any]:
+    call = base.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        place = getattr(self, "_attnctrl", None)
+        if place is None:
+            return call(self, *args, **kwargs)
+        return place.run(functools.partial(call, self), args, kwargs)
 
     return {"__call__": __call__}
 
@@ -181,7 +200,7 @@ def _pipeline(base: Any) -> dict[str, Any]:
 
 
 _METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "site": _site, "denoiser": _denoiser, "scheduler": _scheduler, "pipeline": _pipeline,
+    "site": _site, "module": _module, "denoiser": _denoiser, "scheduler": _scheduler, "pipeline": _pipeline,
 }  # fmt: skip
 
 

@@ -13,7 +13,8 @@ __all__ = ["ControlReport", "Report", "SiteReport"]
 
 @dataclass(frozen=True)
 class ControlReport:
-    """One control: its stage, the levels it acts on, how many sites it reaches, and whether it forms attention maps."""
+    """One control: its stage, the levels it acts on, how many sites and submodules it reaches, and whether it forms
+    attention maps."""
 
     name: str
     stage: str
@@ -21,18 +22,20 @@ class ControlReport:
     sites: int
     of: int
     forms_maps: bool
+    modules: int = 0
 
 
 @dataclass(frozen=True)
 class SiteReport:
     """One site: attention operations seen, the controls on it, and how often each kernel ran (with the reason where it
-    was not the user's)."""
+    was not the user's); skipped counts the calls of a module around it that a control left out."""
 
     site: Site
     calls: int
     controls: tuple[str, ...]
     kernels: Mapping[str, int]
     compiled: bool
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Report:
         lines = ["controls, outermost first:"]
         for control in self.controls:
             reach = f", {control.sites} of {control.of} sites" if "attention" in control.levels else ""
+            reach += f", {control.modules} modules" if control.modules else ""
             lines.append(f"  {control.name} ({control.stage}; {', '.join(control.levels)}{reach})")
         calls = ", ".join(f"{name} {count}" for name, count in self.denoiser_calls.items())
         lines.append(f"denoiser calls: {calls}")
@@ -63,4 +67,6 @@ class Report:
         ran = ", ".join(f"{name} x{count}" for name, count in kernels.items())
         if report.compiled:
             ran = f"{ran + ', ' if ran else ''}inside a compiled graph (not counted)"
-        return f"{report.site}: {report.calls} operations; {' > '.join(report.controls)}; {ran or 'never ran'}"
+        skipped = f"; skipped x{report.skipped}" if report.skipped else ""
+        controls = " > ".join(report.controls) or "no control"
+        return f"{report.site}: {report.calls} operations; {controls}; {ran or 'never ran'}{skipped}"

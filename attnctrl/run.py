@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,11 +15,11 @@ from .chain import STAGES, Slot, stage
 from .families import Family, Geometry
 from .report import ControlReport, Report, SiteReport
 from .session import Denoiser, Session, denoisers_of
-from .sites import HeadSet, describe, select
+from .sites import HeadSet, describe, select, select_modules
 
 __all__ = ["Run", "attach"]
 
-LEVELS = ("attention", "denoise", "step", "scheduler")
+LEVELS = ("attention", "module", "denoise", "step", "scheduler")
 
 
 class Run:
@@ -27,6 +28,7 @@ class Run:
     def __init__(self, session: Session, controls: Sequence[Any]) -> None:
         self._session = session
         self._chosen: dict[int, set[Site]] = {}
+        self._wrapped: dict[tuple[int, str], list[str]] = {}  # by control and name of the denoiser
         self._final: Report | None = None
         self._before: dict[int, Any] = {}  # of sites and denoisers: what their counters were when this run came
         self._schedulers: tuple[Any, Any] | None = None  # the pipeline's, and the one put in its place
@@ -70,6 +72,14 @@ class Run:
     def reaches(self, control: Any, site: Site) -> bool:
         return site in self._chosen.get(id(control), ())
 
+    def modules_of(self, control: Any) -> list[str]:
+        """The names of the submodules this control wraps, in all denoisers, each once."""
+        names = [name for denoiser in self._session.denoisers.values() for name in self.wraps(control, denoiser)]
+        return list(dict.fromkeys(names))
+
+    def wraps(self, control: Any, denoiser: Denoiser) -> list[str]:
+        return self._wrapped.get((id(control), denoiser.name), [])
+
     def at(self, index: int, total: int) -> None:
         """Say where the loop is, for a denoiser that is used without a pipeline; index 0 begins a run."""
         self._session.index, self._session.total, self._session.calls = index, total, 0
@@ -83,7 +93,7 @@ class Run:
         for denoiser in self._session.denoisers.values():
             self._before[id(denoiser)] = denoiser.calls
             for slot in denoiser.slots:
-                self._before[id(slot)] = (slot.calls, Counter(slot.kernels))
+                self._before[id(slot)] = (slot.calls, Counter(slot.kernels), slot.skipped)
 
     def resolve(self, denoiser: Denoiser) -> None:
         """Choose each control's sites in a denoiser that came to the pipeline."""
@@ -91,6 +101,8 @@ class Run:
         for control in self.controls:
             if hasattr(control, "attention"):
                 self._chosen.setdefault(id(control), set()).update(_matching(control, denoiser.sites))
+            if hasattr(control, "module"):
+                self._wrapped[id(control), denoiser.name] = select_modules(_names(denoiser), control.modules)
 
     def put_scheduler(self) -> None:
         """Let a solver's scheduler take the place of the pipeline's."""
@@ -165,6 +177,11 @@ class Run:
             slots = [
                 slot for denoiser in denoisers for slot in denoiser.slots if any(c is control for c in slot.controls)
             ]
+            places = [
+                place for denoiser in denoisers for place in denoiser.places.values() if control in place.controls
+            ]
+            if hasattr(control, "module") and not any(place.calls or place.compiled for place in places):
+                messages.append(f"{_name(control)} was attached but never called: its modules did not run")
             if hasattr(control, "attention") and not any(self._counts(slot)[0] or slot.compiled for slot in slots):
                 why = "its sites did not run" if ran else "the denoiser did not run"
                 messages.append(f"{_name(control)} was attached but never called: {why}")
@@ -173,10 +190,10 @@ class Run:
     def _denoiser_calls(self, denoiser: Denoiser) -> int:
         return denoiser.calls - self._before.get(id(denoiser), 0)
 
-    def _counts(self, slot: Slot) -> tuple[int, Counter[str]]:
-        """Operations of this site, and by which kernel, since this run came."""
-        calls, kernels = self._before.get(id(slot), (0, Counter()))
-        return slot.calls - calls, slot.kernels - kernels
+    def _counts(self, slot: Slot) -> tuple[int, Counter[str], int]:
+        """Operations of this site, by which kernel, and how often it was left out, since this run came."""
+        calls, kernels, skipped = self._before.get(id(slot), (0, Counter(), 0))
+        return slot.calls - calls, slot.kernels - kernels, slot.skipped - skipped
 
     def report(self) -> Report:
         """What happened so far: order of controls, sites, calls, kernels and reasons; printable."""
@@ -192,6 +209,7 @@ class Run:
                 levels=tuple(level for level in LEVELS if callable(getattr(control, level, None))),
                 sites=len(self.sites_of(control)),
                 of=len(self.sites),
+                modules=len(self.modules_of(control)),
                 forms_maps=bool(getattr(control, "forms_maps", False)),
             )
             for control in order
@@ -203,10 +221,11 @@ class Run:
                 controls=tuple(_name(control) for control in slot.controls),
                 kernels=dict(self._counts(slot)[1]),
                 compiled=slot.compiled,
+                skipped=self._counts(slot)[2],
             )
             for denoiser in denoisers
             for slot in denoiser.slots
-            if slot.controls
+            if slot.controls or self._counts(slot)[2]
         )
         assumed = tuple(f"{denoiser.family.name}: {text}" for denoiser in denoisers for text in denoiser.family.assumed)
         return Report(
@@ -223,7 +242,8 @@ def attach(target: Any, *controls: Any) -> Run:
     An object with `scheduler(current)` is a solver: the scheduler it returns steps in place of the pipeline's while the
     run is open.
 
-    Raises TypeError when an object has none of the methods attention, denoise, step, scheduler; ValueError when the
+    Raises TypeError when an object has none of the methods attention, module, denoise, step,
+    scheduler; ValueError when the
     model cannot be controlled, when a control's sites match nothing, when it needs what the model does not have, when
     two `kernel` controls meet at a site, or when there are two solvers, or one without a pipeline.
     """
@@ -239,6 +259,7 @@ def attach(target: Any, *controls: Any) -> Run:
         for denoiser in denoisers:
             _refuse(controls, denoiser)
         _check_sites(controls, denoisers)
+        _check_modules(controls, denoisers)
         session = _session_of(target, denoisers) or Session(target)
         _check_solvers(target, [*controls, *(control for run in session.runs for control in run.controls)])
         run = Run(session, controls)
@@ -361,6 +382,27 @@ def _check_sites(controls: Sequence[Any], denoisers: Sequence[Denoiser]) -> None
         heads = getattr(control, "heads", None)
         if isinstance(heads, HeadSet):
             heads.check(sites)
+
+
+def _names(denoiser: Denoiser) -> list[str]:
+    return [name for name, _ in denoiser.model.named_modules() if name]
+
+
+def _check_modules(controls: Sequence[Any], denoisers: Sequence[Denoiser]) -> None:
+    """Raise where a control would wrap no submodule."""
+    names = [name for denoiser in denoisers for name in _names(denoiser)]
+    for control in controls:
+        if not hasattr(control, "module"):
+            continue
+        selector = getattr(control, "modules", None)
+        if not isinstance(selector, str):
+            raise TypeError(f"{_name(control)}.modules is {selector!r}; it is a selector of submodules, a string")
+        if not select_modules(names, selector):
+            kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+            raise ValueError(
+                f"{_name(control)} wraps modules {selector!r}, and no submodule has such a name; there are "
+                f"{', '.join(kinds[:24])}{', ...' if len(kinds) > 24 else ''}"
+            )
 
 
 def _matching(control: Any, sites: Sequence[Site]) -> list[Site]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import intercept
 from .call import DenoiseCall, Prediction, Rows, Site, Step, StepCall
-from .chain import Slot
+from .chain import Place, Slot
 from .families import Family, Geometry, family_of, find_sites, linear_layers
 from .rows import branches_of, fold, latents_of, rows_of, with_latents
 
@@ -72,6 +72,7 @@ class Denoiser:
         self.name, self.model = name, model
         self.family: Family = family_of(model)
         self.slots = [Slot(site, module, self) for module, site in find_sites(model, self.family, name)]
+        self.places: dict[str, Place] = {}  # submodules that controls wrap, by name
         self.linear = linear_layers(model)
         self.sessions: list[Session] = []
         self.hooked: list[torch.nn.Module] = []  # the model, and what torch.compile(model) returned
@@ -103,6 +104,13 @@ class Denoiser:
         if session not in self.sessions:
             self.sessions.append(session)
             self.lay()
+        for name, place in self.places.items():  # an adapter that was loaded meanwhile has taken the module's place
+            module = self.model.get_submodule(name)
+            if module is not place.module:
+                controls = place.controls
+                place.lay(())
+                place.bind(module)
+                place.lay(controls)
         for module in (self.model, outer):
             if intercept.state_of(module) is not self:
                 intercept.hook(module, "denoiser", self)
@@ -118,6 +126,16 @@ class Denoiser:
         """Lay the chains of all open runs anew."""
         for slot in self.slots:
             slot.lay([control for run in self.runs for control in run.controls if run.reaches(control, slot.site)])
+        wanted: dict[str, list[Any]] = {}
+        for run in self.runs:
+            for control in run.controls:
+                for name in run.wraps(control, self):
+                    wanted.setdefault(name, []).append(control)
+        for name in [*wanted, *self.places]:
+            if name not in self.places:
+                self.places[name] = Place(name, self.model.get_submodule(name), self)
+            self.places[name].lay(wanted.get(name, ()))
+        self.places = {name: place for name, place in self.places.items() if place.controls}
 
     # -- one call
 

@@ -9,6 +9,8 @@ A selector is made of words joined by `&`, `|`, `!` and parentheses:
     *                      every site
     attn "transformer_blocks.3.attn"   an exact module name, quoted
 
+Submodules are chosen by their names: `select_modules`.
+
 A head set names heads per selector: "block 7-9: 3,5; mid: *".
 """
 
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from .call import Site
 
-__all__ = ["HeadSet", "select"]
+__all__ = ["HeadSet", "select", "select_modules"]
 
 Test = Callable[[Site], bool]
 
@@ -52,6 +54,23 @@ def select(sites: Sequence[Site], selector: str, *, missing_ok: bool = False) ->
     if not found and not missing_ok:
         raise ValueError(f"no site matches {selector!r}; this model has {describe(sites)}")
     return found
+
+
+def select_modules(names: Sequence[str], selector: str) -> list[str]:
+    """The names that `selector` matches as a whole.
+
+    A glob, in which `*` stands for one part of a name between dots and `**` for any number of them
+    ("up_blocks.*.resnets.*.conv2"), or, where it has other special characters, a regular expression
+    (r"up_blocks\\.[12]\\..*\\.conv2").  Raises ValueError for an expression that cannot be read.
+    """
+    expression = selector
+    if re.fullmatch(r"[\w.*]*", selector):
+        expression = re.escape(selector).replace(r"\*\*", ".*").replace(r"\*", "[^.]*")
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"cannot read the module selector {selector!r}: {error}") from error
+    return [name for name in names if pattern.fullmatch(name)]
 
 
 def describe(sites: Iterable[Site]) -> str:
