@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 __all__ = ["encode", "pack", "pixel_size", "size_for"]
@@ -19,7 +19,8 @@ def encode(
 ) -> Float[Tensor, "images ..."]:
     """The mean of the autoencoder's posterior, shifted and scaled; packed into tokens where the pipeline does.
 
-    Pictures of any mode: transparent ones are put on white, 16-bit ones are scaled.  They are resized to `height` and
+    Pictures of any mode: transparent ones are put on white, 16-bit ones are scaled, and turned as their EXIF says.  They
+    are resized to `height` and
     `width`; without these, each side goes down to a multiple of the pixels of a token.
 
     Raises ValueError when image is no picture, or the pipeline's autoencoder is missing or not of the common kind.
@@ -35,6 +36,7 @@ def encode(
     for one in images:
         if not isinstance(one, Image.Image):
             raise ValueError(f"image is a PIL image or a list of them, got {type(one).__name__}")
+    images = [ImageOps.exif_transpose(one) for one in images]
     if not images or len({one.size for one in images}) > 1:
         raise ValueError(
             f"image is a PIL image or a list of them of one size, got sizes {[one.size for one in images]}"
@@ -62,8 +64,8 @@ def encode(
 
 def size_for(pipe: Any, image: Image.Image) -> tuple[int, int]:
     """Height and width a picture is resized to: its own, down to a multiple of the pixels of a token."""
-    stride = _stride(pipe)
-    return image.height // stride * stride, image.width // stride * stride
+    stride, upright = _stride(pipe), ImageOps.exif_transpose(image)
+    return upright.height // stride * stride, upright.width // stride * stride
 
 
 def _stride(pipe: Any) -> int:

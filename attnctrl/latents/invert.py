@@ -203,6 +203,9 @@ def invert(
             f"{', '.join(map(repr, _FLOW if flow else _NOISE))}"
         )
     options = {name: kwargs.pop(name, default) for name, default in _OPTIONS.get(method, {}).items()}
+    others = {name for own in _OPTIONS.values() for name in own} & set(kwargs)
+    if others:
+        raise ValueError(f"method {method!r} has no option {', '.join(sorted(others))}; it has {sorted(options)}")
     scale = _GUIDANCE.get(method, 1.0) if guidance_scale is None else guidance_scale
     latents, size = _latents(pipe, image, kwargs)
     arguments = {"num_inference_steps": num_inference_steps, **size}

@@ -59,11 +59,11 @@ class NegativePrompt:
         negative_prompt_embedding(torch.ones(1, 2), torch.eye(2)[:1], self.interpolation)
 
     def begin_run(self, run: Any) -> None:
-        if run.pipeline is not None and not run.pipeline.do_classifier_free_guidance:
+        if not getattr(run.pipeline, "do_classifier_free_guidance", True):
             raise ValueError("NegativePrompt acts on guidance; call the pipeline with guidance_scale above 1")
 
     def denoise(self, call: DenoiseCall, denoise: Denoise) -> Prediction:
-        _, sources = flatten(self.prompts)
+        _, sources = flatten(self.prompts, alone=True)
         rows = call.rows
         check_count("NegativePrompt", len(sources), rows.prompt)
         at = {entry: i for i, entry in enumerate(rows.table())}
@@ -78,7 +78,7 @@ class NegativePrompt:
                     )
                 uncond.append(row)
                 cond.append(at[source])
-        return denoise(call.replace(inputs=self._texts(call.inputs, uncond, cond)))
+        return denoise(call.replace(inputs=self._texts(call.inputs, uncond, cond)) if uncond else call)
 
     def _texts(self, inputs: Mapping[str, Any], uncond: list[int], cond: list[int]) -> dict[str, Any]:
         new = dict(inputs)
