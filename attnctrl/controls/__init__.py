@@ -9,12 +9,14 @@ from .mutual_self_attention import MutualSelfAttention, WordMasks
 from .plug_and_play import FeatureSharing, PlugAndPlay
 from .prompt_to_prompt import PromptToPrompt
 from .random_sharing import RandomSharing
+from .reposition import SubjectReposition
 from .rope_keys import RopeKeyModulation
 from .sketch import QueryBlend, ReferenceOverlay, SketchMixture, illustration
 from .stored_features import StoredFeatures
 from .style_aligned import StyleAligned
 from .style_injection import StyleInjection
 from .style_swap import StyleSwap
+from .subject_sharing import SubjectSharing
 from .text_interpolation import TextInterpolation
 from .value_sharing import ValueSharing
 
@@ -37,6 +39,8 @@ __all__ = [
     "StyleInjection",
     "StyleSwap",
     "SubjectIsolation",
+    "SubjectReposition",
+    "SubjectSharing",
     "TextInterpolation",
     "ValueSharing",
     "WordMasks",

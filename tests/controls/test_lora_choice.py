@@ -10,7 +10,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny import FAMILIES
 
-from attnctrl import Rows, attach
+from attnctrl import Rows, Step, attach
 from attnctrl.call import ModuleCall
 from attnctrl.controls import LoraChoice
 from attnctrl.controls.lora_choice import balance, preference, strength, threshold
@@ -117,12 +117,13 @@ def test_adapters_that_cannot_be_chosen_between_are_refused():
 def test_one_graph_serves_all_choices():
     family, pipe = with_adapters(equal=True)
     control = LoraChoice("content", "style", "s", alpha=2.0, beta=0.0)
-    run(family, pipe, control)
+    run(family, pipe, control, adapters=["content", "style"])
     key, layer = next(iter(control._layers.items()))
-    rows, x, graphs = Rows.plain(1), torch.randn(1, 4, layer.content.down.shape[1]), Graphs()
+    rows, step, graphs = Rows.plain(1), Step(), Graphs()
+    x = torch.randn(1, 4, layer.content.down.shape[1])
 
     def call(x):
-        return control.module(ModuleCall(key[1], {"x": x}, rows, denoiser=key[0]), None)
+        return control.module(ModuleCall(key[1], {"x": x}, rows, step, key[0]), None)
 
     torch.compiler.reset()
     compiled = torch.compile(call, fullgraph=True, backend=graphs)

@@ -86,7 +86,7 @@ def test_features_are_the_sources_conditional_ones_until_their_window_ends(cfg):
 def test_features_of_a_part_of_the_rows_and_of_models_without_the_module():
     control = FeatureSharing()
     rows = Rows.grid(("uncond", "cond"), 2, 1)
-    control.begin(DenoiseCall(torch.zeros(2, 1), {}, rows, Step()))
+    control.begin(DenoiseCall(torch.zeros(2, 1), {}, rows, Step(0, 5)))
     out = torch.randn(4, 3)
     assert torch.equal(control.module(ModuleCall("conv", {}, rows), lambda call: out), out[[0, 2, 2, 2]])
     part = rows.take([2, 3])
