@@ -1,4 +1,5 @@
-"""Edit a generated image by editing its prompt (prompt-to-prompt, arXiv:2208.01626), on any supported pipeline."""
+"""Edit a generated or a real image by editing its prompt (prompt-to-prompt, arXiv:2208.01626), on any supported
+pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ..controls import PromptToPrompt
 from ..latents import LocalBlend
 from ..report import Report
 from ..tokens import Word, as_words
-from .base import ReadyPipeline
+from .base import ReadyPipeline, check_text, inverted
 
 __all__ = ["PromptToPromptOutput", "PromptToPromptPipeline", "changed_words"]
 
@@ -29,7 +30,7 @@ class PromptToPromptOutput:
     """What came of an edit.
 
     images   the edited images, those of an edit next to each other
-    source   the unedited images
+    source   the unedited images; of a picture, what its inversion rebuilds
     masks    where each edited image could differ from its source (white), for videos a list of frames; None without
              blend
     report   what attention control did
@@ -60,11 +61,18 @@ class PromptToPromptPipeline(ReadyPipeline):
         threshold: float | tuple[float, float] = 0.3,
         blend_start: float = 0.2,
         blend_sites: str | None = None,
+        image: Image.Image | None = None,
+        inversion: str | None = None,
+        inversion_options: Mapping[str, Any] | None = None,
         num_images_per_prompt: int = 1,
         **kwargs: Any,
     ) -> PromptToPromptOutput:
         """Generate `prompt` and its `edits` with one noise and linked attention.
 
+        image        a picture to edit, which `prompt` describes; None: one is generated
+        inversion    of the picture, see `attnctrl.latents.invert`; None: ddim, for flow models midpoint.  The source is
+                     held to its trajectory, so `source` is the picture itself
+        inversion_options    of that method, and guidance_scale, the inversion's own
         words        {word of an edit: window} in which it follows the source, in place of the window `cross`
         strengths    {word of an edit: factor} on its attention
         blend        keep the source outside the words that differ (True), or outside the words given: one for all
@@ -78,13 +86,15 @@ class PromptToPromptPipeline(ReadyPipeline):
         """
         prompts = [prompt, *([edits] if isinstance(edits, str) else edits)]
         for text in prompts:
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError(f"prompt and edits are texts and must not be empty, got {prompts!r}")
+            check_text("prompt, and each of edits,", text)
         if len(prompts) == 1:
             raise ValueError("edits must hold at least one prompt")
-        for name in ("prompt", "image"):
-            if name in kwargs:
-                raise ValueError(f"{name} is not passed on: the edit starts from images generated here")
+        if image is None and (inversion is not None or inversion_options is not None):
+            raise ValueError("inversion is that of a picture to edit; give it as image=...")
+        if image is not None and num_images_per_prompt != 1:
+            raise ValueError(
+                f"num_images_per_prompt is 1 with an image, which is one source, not {num_images_per_prompt}"
+            )
         if words:
             cross = {**(cross if isinstance(cross, Mapping) else {"default": cross}), **words}  # type: ignore[dict-item]
         controls: list[Any] = [
@@ -96,10 +106,14 @@ class PromptToPromptPipeline(ReadyPipeline):
             if blend_sites is not None:
                 local.sites = blend_sites
             controls.insert(0, local)
-        kwargs = {**self.defaults, **kwargs}
-        for name, value in kwargs.items():  # diffusers takes one negative prompt per prompt
-            if name.startswith("negative_prompt") and isinstance(value, str):
-                kwargs[name] = [value] * len(prompts)
+        if image is None:
+            kwargs = {**self.defaults, **kwargs}
+        else:
+            found, kwargs = inverted(
+                self, {"image": image}, prompt, inversion, inversion_options, kwargs, default="ddim", guide=True
+            )
+            controls[-1:-1] = found.controls(prompts)
+        kwargs = self.for_prompts(kwargs, len(prompts))
         generator = kwargs.get("generator")
         if isinstance(generator, list) and len(generator) == num_images_per_prompt:
             kwargs["generator"] = [*generator, *(_copy(g) for _ in prompts[1:] for g in generator)]

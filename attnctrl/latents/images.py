@@ -19,9 +19,9 @@ def encode(
 ) -> Float[Tensor, "images ..."]:
     """The mean of the autoencoder's posterior, shifted and scaled; packed into tokens where the pipeline does.
 
-    Pictures of any mode: transparent ones are put on white, 16-bit ones are scaled, and turned as their EXIF says.  They
-    are resized to `height` and
-    `width`; without these, each side goes down to a multiple of the pixels of a token.
+    Pictures of any mode: transparent ones are put on white, 16-bit ones are scaled, and those whose EXIF says so are
+    turned.  They are resized to `height` and `width`; without these, each side goes down to a multiple of the pixels of
+    a token.
 
     Raises ValueError when image is no picture, or the pipeline's autoencoder is missing or not of the common kind.
     """

@@ -161,7 +161,11 @@ def test_it_wraps_pipelines_and_leaves_them_alone():
         ({"edit": "replace", "edits": "a cat"}, "Use refine"),
         ({"edit": "swap"}, "'auto', 'replace' or 'refine'"),
         ({"joint": "half"}, "'exact', 'image_qk' or None"),
-        ({"image": Image.new("RGB", (8, 8))}, "image is not passed on"),
+        ({"image": "cat.png"}, "image is a PIL image, got str"),
+        ({"image": Image.new("RGB", (1, 1))}, "image sides must be multiples of"),
+        ({"image": Image.new("RGB", (64, 64)), "inversion": "euler"}, "method 'euler' does not fit .*'ddim'"),
+        ({"image": Image.new("RGB", (64, 64)), "num_images_per_prompt": 2}, "one source, not 2"),
+        ({"inversion": "ddim"}, "give it as image"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
