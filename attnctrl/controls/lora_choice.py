@@ -101,7 +101,7 @@ class LoraChoice:
     within_step     u advances from layer to layer, as the authors' counter, not from step to step
     modules         which layers: a selector of submodules; the linear layers of attention
 
-    A compiled denoiser has one graph for all choices where both adapters are active (`pipe.set_adapters`) and of one rank.
+    A compiled denoiser has one graph for all choices where both adapters are active (`pipe.set_adapters`), of one rank.
     After a call of the pipeline began, `rho` and `chosen` tell of each layer by name.
     Raises ValueError where no layer has both adapters, and for adapters that are fused into the weights, that are DoRA,
     or whose weights are offloaded layer by layer.
