@@ -10,11 +10,12 @@ Shapes: b rows of the batch, h heads, n queries, m keys, d channels of a head.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,10 +29,13 @@ __all__ = [
     "Bias",
     "Denoise",
     "DenoiseCall",
+    "Level",
+    "Levels",
     "MissingRows",
     "Module",
     "ModuleCall",
     "Prediction",
+    "Predicts",
     "Rope",
     "RowInputs",
     "Rows",
@@ -335,19 +339,85 @@ def _cut(segments: tuple[Segment, ...], index: tuple[int, ...]) -> tuple[Segment
 Window = tuple[float, float] | tuple[int, int]
 
 
+Predicts = Literal["noise", "velocity", "x0", "flow"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A noise level: x = alpha * x0 + sigma * noise, in the scale of the pipeline's latents."""
+
+    timestep: float
+    alpha: float
+    sigma: float
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The noise levels before and after a scheduler step, and what the network is trained to return: the noise, the
+    velocity (alpha noise - sigma x0), x0, or the flow (noise - x0)."""
+
+    now: Level
+    next: Level
+    predicts: Predicts
+
+
 @dataclass(frozen=True)
 class Step:
     """Where the sampling loop is.
 
     `index` counts calls of `scheduler.step` since `set_timesteps`, which is the loop's own counter; `total` is the
     number of iterations this run makes (n+1 for PNDM, fewer with strength); `call` counts the denoiser's calls since
-    the last scheduler step.
+    the last scheduler step; `skipped` is the number of iterations of the full schedule before the first one run.
+
+    `now`, `next` and `predicts` are those of `levels`.  In a pipeline they are read from the scheduler when first asked
+    for, which may wait for an accelerator: ask in `begin`, not inside compiled graphs.
     """
 
     index: int = 0
     total: int = 1
     call: int = 0
     timestep: float = 0.0
+    skipped: int = 0
+    levels: Levels | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def now(self) -> Level:
+        """The noise level before this scheduler step."""
+        return self._levels.now
+
+    @property
+    def next(self) -> Level:
+        """The noise level after it."""
+        return self._levels.next
+
+    @property
+    def predicts(self) -> Predicts:
+        """What the network returns."""
+        return self._levels.predicts
+
+    @property
+    def _levels(self) -> Levels:
+        if self.levels is None:
+            raise ValueError(
+                "this step knows no noise levels: it was made without a scheduler; give it levels=Levels(...)"
+            )
+        return self.levels
+
+    def x0(self, sample: Float[Tensor, "images ..."], prediction: Float[Tensor, "images ..."]) -> Tensor:
+        """The clean latents that `prediction` makes of `sample` at the level `now`."""
+        level, width = self.now, sample.shape[1]
+        if prediction.shape[1] == 2 * width and prediction.shape[2:] == sample.shape[2:]:
+            prediction = prediction[:, :width]  # the rest is a learned variance
+        if self.predicts == "x0":
+            return prediction
+        if self.predicts == "flow":
+            return sample - level.sigma * prediction
+        if self.predicts == "velocity":
+            norm = math.hypot(level.alpha, level.sigma)
+            return level.alpha / norm**2 * sample - level.sigma / norm * prediction
+        if level.alpha == 0:
+            raise ValueError("at a level of pure noise (alpha 0) a noise prediction says nothing of x0")
+        return (sample - level.sigma * prediction) / level.alpha
 
 
 def in_window(step: Step, window: Window) -> bool:
@@ -606,6 +676,10 @@ class StepCall:
 
     def replace(self, **changes: Any) -> StepCall:
         return dataclasses.replace(self, **changes)
+
+    def x0(self) -> Float[Tensor, "images ..."]:
+        """The clean latents that the prediction makes of the sample."""
+        return self.step.x0(self.sample, self.prediction)
 
 
 StepFunction = Callable[[StepCall], Tensor]

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from . import intercept
-from .call import DenoiseCall, Site
+from .call import DenoiseCall, Levels, Site
 from .chain import STAGES, Slot, stage
 from .families import Family, Geometry
 from .report import ControlReport, Report, SiteReport
@@ -80,9 +80,11 @@ class Run:
     def wraps(self, control: Any, denoiser: Denoiser) -> list[str]:
         return self._wrapped.get((id(control), denoiser.name), [])
 
-    def at(self, index: int, total: int) -> None:
-        """Say where the loop is, for a denoiser that is used without a pipeline; index 0 begins a run."""
+    def at(self, index: int, total: int, levels: Levels | None = None) -> None:
+        """Say where the loop is, for a denoiser that is used without a pipeline; index 0 begins a run.  Controls that
+        ask for noise levels need them, too."""
         self._session.index, self._session.total, self._session.calls = index, total, 0
+        self._session.levels = levels
         if index == 0:
             self.begun = False
 

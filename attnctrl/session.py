@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from . import intercept
-from .call import DenoiseCall, Prediction, Rows, Site, Step, StepCall
+from .call import DenoiseCall, Levels, Prediction, Rows, Site, Step, StepCall
 from .chain import Place, Slot
 from .families import Family, Geometry, family_of, find_sites, linear_layers
+from .levels import Reading
 from .rows import branches_of, fold, latents_of, rows_of, with_latents
 
 if TYPE_CHECKING:
@@ -263,6 +264,8 @@ class Session:
         self.asked: _Asked | None = None
         self.index = self.calls = 0
         self.total: int | None = None  # set by hand
+        self.levels: Levels | None = None  # by hand, too
+        self.told: Any = None  # the timestep that scale_model_input was given, in this iteration
         self.ran: Denoiser | None = None  # the last one that did
         self.unscaled: Tensor | None = None  # what scale_model_input was given, in this iteration
         self.scaled: Callable[[Tensor], Tensor] | None = None
@@ -347,7 +350,7 @@ class Session:
 
     def _restart(self) -> None:
         self.index = self.calls = 0
-        self.unscaled = self.scaled = self.committed = None
+        self.unscaled = self.scaled = self.committed = self.told = None
 
     def on_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._start()
@@ -375,6 +378,7 @@ class Session:
     def on_scale_model_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sample, *rest = args if args else (kwargs["sample"],)
         named = {name: value for name, value in kwargs.items() if name != "sample"}
+        self.told = rest[0] if rest else kwargs.get("timestep")
         self.unscaled, self.scaled = sample, lambda latents: original(latents, *rest, **named)
         return original(*args, **kwargs)
 
@@ -397,7 +401,7 @@ class Session:
             self.stepping = False
         self.index += 1
         self.calls = 0
-        self.unscaled = self.scaled = self.committed = None
+        self.unscaled = self.scaled = self.committed = self.told = None
         return out
 
     def _step(
@@ -489,13 +493,22 @@ class Session:
         nan."""
         if isinstance(timestep, Tensor):
             timestep = timestep.flatten()[0].item() if timestep.device.type == "cpu" else float("nan")
+        schedule, scheduler = getattr(self.scheduler, "timesteps", None), self.scheduler
+        begin = getattr(scheduler, "begin_index", None)
         total = self.total
         if total is None and self.in_call:
             total = getattr(self.pipeline, "_num_timesteps", None)
         if total is None:
-            schedule = getattr(self.scheduler, "timesteps", None)
-            total = 1 if schedule is None else len(schedule) - (getattr(self.scheduler, "begin_index", None) or 0)
-        return Step(index=self.index, total=int(total), call=self.calls, timestep=float(timestep or 0.0))
+            total = 1 if schedule is None else len(schedule) - (begin or 0)
+        skipped, read = 0, self.levels
+        if self.total is None and schedule is not None:
+            part = hasattr(self.pipeline, "get_timesteps")  # pipelines with a strength; others may stop early instead
+            skipped = begin if begin is not None else max(0, len(schedule) - total) if part else 0
+            read = Reading(scheduler, skipped + self.index, self.told)
+        return Step(
+            index=self.index, total=int(total), call=self.calls, timestep=float(timestep or 0.0), skipped=skipped,
+            levels=read,
+        )  # fmt: skip
 
     def _step_call(self, given: Mapping[str, Any]) -> StepCall:
         denoiser, sample = self.ran, given["sample"]
