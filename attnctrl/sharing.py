@@ -168,12 +168,16 @@ class Sharing(Generic[T]):
 
     def __call__(self, call: AttentionCall, step: Step | None = None) -> T | None:
         """What is shared at this step; None for nothing."""
-        if not (self._on if self._now else in_window(step or call.step, self.steps)):
+        return self.among(call.rows or call.table, step or call.step, call.query.device)
+
+    def among(self, rows: Rows, step: Step, device: torch.device) -> T | None:
+        """The same for these rows."""
+        if not (self._on if self._now else in_window(step, self.steps)):
             return None
-        for rows, plan in self._now:
-            if rows == call.rows:
+        for known, plan in self._now:
+            if known == rows:
                 return plan
-        return self._get(call.table, call.query.device)
+        return self._get(rows, device)
 
     def _get(self, rows: Rows, device: torch.device) -> T | None:
         key = (rows, device)

@@ -13,7 +13,7 @@ from .reposition import SubjectReposition
 from .rope_keys import RopeKeyModulation
 from .sketch import QueryBlend, ReferenceOverlay, SketchMixture, illustration
 from .stored_features import StoredFeatures
-from .style_aligned import StyleAligned
+from .style_aligned import SharedGroupNorm, StyleAligned
 from .style_injection import StyleInjection
 from .style_swap import StyleSwap
 from .subject_sharing import SubjectSharing
@@ -33,6 +33,7 @@ __all__ = [
     "RandomSharing",
     "ReferenceOverlay",
     "RopeKeyModulation",
+    "SharedGroupNorm",
     "SketchMixture",
     "StoredFeatures",
     "StyleAligned",

@@ -7,7 +7,7 @@ conditional row i between them, b and e being the rows of start and end, in self
 fused=False leaves the row's own keys and values out.  Start, end and unconditional rows stay plain, in a call of their
 own.  Rotary positions are those of the rows' common grid; in joint attention text keys of start and end are read, too.
 
-The text of a row between is its own: a guide prompt (PAID), or embeddings interpolated with `between_embeds`.  Its
+The text of a row between is its own: a guide prompt (PAID), or embeddings between (`TextInterpolation`).  Its
 noise is interpolated on the sphere between those of start and end.
 
 Defaults: the authors' (outer, fused, the first half of the steps).  Their slerp takes each line of pixels by itself
@@ -42,7 +42,7 @@ from ..call import (
 from ..prompts import check_count
 from ..sharing import Part, Sharing, check_window, from_rows, gather_rows, join_keys, outer_mix, part, partner_rows
 
-__all__ = ["AttentionInterpolation", "beta_coefficients", "between_embeds", "slerp"]
+__all__ = ["AttentionInterpolation", "beta_coefficients", "slerp"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _mixed(start: AttentionCall, end: AttentionCall, c: Float[Tensor, "t 1 1 1"]
     return start.replace(key=mix(start.key, end.key), value=mix(start.value, end.value), mask=mask, bias=bias)
 
 
-# ----------------------------------------------------------------------------------------- latents, texts, coefficients
+# ------------------------------------------------------------------------------------------- latents and coefficients
 
 
 def slerp(
@@ -200,15 +200,6 @@ def slerp(
     angle = cosine.acos()
     turned = (((1 - c) * angle).sin() * x + (c * angle).sin() * y) / angle.sin()
     return torch.where(cosine.abs() <= threshold, turned, (1 - c) * x + c * y).to(start.dtype)
-
-
-def between_embeds(
-    start: Float[Tensor, "1 *shape"], end: Float[Tensor, "1 *shape"], coefficients: Sequence[float]
-) -> Float[Tensor, "prompts *shape"]:
-    """Text embeddings for all rows, interpolated on a line: give them to the pipeline as prompt_embeds (pooled ones
-    alike)."""
-    c = torch.tensor(list(coefficients), dtype=start.dtype, device=start.device)
-    return torch.lerp(start, end, c.reshape(-1, *(1 for _ in start.shape[1:])))
 
 
 def beta_coefficients(count: int, alpha: float, beta: float) -> list[float]:

@@ -11,6 +11,9 @@ and the statistics are those of the image tokens.
 Defaults: the authors' StyleAlignedArgs (s = 1, c = 0, queries and keys, all self-attention, all steps).  They use
 c = log 2 for a real reference, and s = 0.5 where the reference is a very famous picture.  Their shared layer norm
 changes nothing (its statistics are each token's own) and is not here.
+
+`SharedGroupNorm`, which they use with Stable Diffusion 1, takes group statistics over a row and its reference together:
+    out_i = norm([x_i; x_r] along the height) at x_i
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..call import Attend, AttentionCall, DenoiseCall, Rows, Site, Window, batch_index
+from ..call import Attend, AttentionCall, DenoiseCall, Module, ModuleCall, Rows, Site, Window, batch_index
 from ..sharing import (
     Pairs,
     Sharing,
@@ -40,7 +43,7 @@ from ..sharing import (
     token_adain,
 )
 
-__all__ = ["StyleAligned", "shared_sites"]
+__all__ = ["SharedGroupNorm", "StyleAligned", "shared_sites"]
 
 
 def shared_sites(sites: Sequence[Site], only_self_level: float = 0.0) -> list[Site]:
@@ -158,3 +161,38 @@ class StyleAligned:
         if found is None:
             return None
         return _Plan(found, tuple(batch_index(tuple(index), rows.fold, device) for index in everyone))
+
+
+@dataclass(eq=False)
+class SharedGroupNorm:
+    """Group normalisation over each image and the reference together, for UNets.  Give it beside StyleAligned.
+
+    reference  the prompt whose statistics the others take in
+    steps      when: fractions of the run, or two step indices
+    modules    a selector of submodules: all group norms of a diffusers UNet.  Transformers have none, and are
+               refused at attach
+
+    Raises MissingRows when a row's reference is not in the same call of the denoiser.
+    """
+
+    reference: int = 0
+    steps: Window = (0.0, 1.0)
+    modules: str = r".*\.(resnets\.\d+\.norm[12]|attentions\.\d+\.norm)|conv_norm_out"
+
+    def __post_init__(self) -> None:
+        check_window("steps", self.steps)
+        self._share = Sharing(lambda rows, device: pairs(rows, device, self.reference), self.steps)
+
+    def module(self, call: ModuleCall, module: Module) -> Tensor:
+        ((name, x),) = call.inputs.items()
+        plan = self._share.among(call.rows, call.step, x.device)
+        if plan is None:
+            return module(call)
+        targets, others = plan.targets, plan.others
+        both = torch.cat((x[targets.index], x[plan.of_targets]), dim=2)
+        out = module(call.with_inputs(**{name: both}).replace(rows=targets.rows))[:, :, : x.shape[2]]
+        rest = module(call.with_inputs(**{name: x[others.index]}).replace(rows=others.rows))
+        return gather_rows((targets, out), (others, rest))
+
+    def begin(self, call: DenoiseCall) -> None:
+        self._share.begin(call)

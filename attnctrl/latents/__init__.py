@@ -1,6 +1,6 @@
 """Methods that act on the latents: between denoiser calls and scheduler steps."""
 
-from .adain import LatentAdaIN, StartAdaIN
+from .adain import ColorCalibration, LatentAdaIN, StartAdaIN
 from .edit_friendly import EditFriendly, NoiseMaps
 from .flow_edit import FlowEdit
 from .images import encode
@@ -16,6 +16,7 @@ from .start import StartFrom
 from .trajectory import PinSource, Trajectory
 
 __all__ = [
+    "ColorCalibration",
     "EditFriendly",
     "FlowEdit",
     "Inversion",

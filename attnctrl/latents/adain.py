@@ -2,7 +2,8 @@
 
     adain(x, y) = (x - mean(x)) / std(x) * std(y) + mean(y),     std = sqrt(var + eps), var unbiased
 Cross-Image Attention (arXiv:2311.03335) applies it after scheduler steps (eps 1e-5; with masks: statistics of each
-image's object, written inside the output's); StyleID (arXiv:2312.09008) to the noise it starts from (eps 0).
+image's object, written inside the output's); StyleID (arXiv:2312.09008) to the noise it starts from (eps 0); Visual
+Style Prompting (arXiv:2402.12974) to the predicted x0, with std + 1e-8 and the noise left as it is.
 
 Latents that are packed into tokens (2x2 pixels of each channel lie in a token's channels) are unpacked for it.
 """
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..call import Denoise, DenoiseCall, Prediction, Rows, StepCall, StepFunction, Window, in_window
 
-__all__ = ["LatentAdaIN", "StartAdaIN", "adain"]
+__all__ = ["ColorCalibration", "LatentAdaIN", "StartAdaIN", "adain", "calibrated"]
 
 Mask = Float[Tensor, "height width"] | Bool[Tensor, "height width"]
 
@@ -88,6 +89,54 @@ class LatentAdaIN:
                           stacklevel=2)  # fmt: skip
             return None, None
         return own, model
+
+
+@dataclass(frozen=True)
+class ColorCalibration:
+    """The predicted clean latents of all images get the reference's statistics per channel, the noise staying theirs.
+
+    reference  the prompt whose colours the others take
+    timesteps  only where they lie between these two, as the authors do for real references
+    """
+
+    reference: int = 0
+    timesteps: tuple[float, float] = (100, 150)
+
+    def step(self, call: StepCall, step: StepFunction) -> Tensor:
+        low, high = self.timesteps
+        if not low < call.step.timestep < high:
+            return step(call)
+        at = {entry: i for i, entry in enumerate(zip(call.rows.prompt, call.rows.image, strict=True))}
+        if self.reference not in call.rows.prompt:
+            raise ValueError(f"prompt {self.reference} of {max(call.rows.prompt) + 1} in the pipeline call")
+        index = torch.tensor([at[self.reference, image] for image in call.rows.image], device=call.sample.device)
+        x0 = call.x0()
+        change = calibrated(x0, index) - x0
+        level, width = call.step.now, call.sample.shape[1]
+        factor = {
+            "noise": 0.0,
+            "velocity": -level.sigma / math.hypot(level.alpha, level.sigma),
+            "x0": 1.0,
+            "flow": -1.0,
+        }[call.step.predicts]
+        prediction = call.prediction
+        if prediction.shape[1] == 2 * width and not call.packed:  # the rest is a learned variance
+            mean = prediction[:, :width] + factor * change
+            prediction = torch.cat((mean, prediction[:, width:]), 1)
+        else:
+            prediction = prediction + factor * change
+        return step(call.replace(sample=call.sample + level.alpha * change, prediction=prediction))
+
+
+def calibrated(
+    x0: Float[Tensor, "images ..."], reference: Int[Tensor, "images"], eps: float = 1e-8
+) -> Float[Tensor, "images ..."]:
+    """x0 with mean and deviation per channel of the images `reference`; an image that is its own keeps its bits."""
+    pixels = _pixels(x0.to(torch.promote_types(x0.dtype, torch.float32)))
+    mean, std = pixels.mean(-1, keepdim=True), pixels.std(-1, keepdim=True)
+    new = (pixels - mean) / (std + eps) * std[reference] + mean[reference]
+    own = reference == torch.arange(len(x0), device=x0.device)
+    return torch.where(own.reshape(-1, *(1 for _ in x0.shape[1:])), x0, _from_pixels(new, x0).to(x0.dtype))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from tiny import FAMILIES
 from attnctrl import AttentionCall, MissingRows, Rows, Step
 from attnctrl.attend import attend
 from attnctrl.controls import AttentionInterpolation
-from attnctrl.controls.interpolation import beta_coefficients, between_embeds, slerp
+from attnctrl.controls.interpolation import beta_coefficients, slerp
 
 C = [0, 0.3, 1]
 
@@ -127,12 +127,6 @@ def test_beta_coefficients_are_quantiles():
     assert many == sorted(many) and abs(many[5] - 0.5) < 1e-12 and many[1] > 0.4
     few = beta_coefficients(9, 0.3, 4.0)
     close(torch.tensor([1 - x for x in few[::-1]]), torch.tensor(beta_coefficients(9, 4.0, 0.3)), 1e-6)
-
-
-def test_embeddings_between():
-    start, end = draw(1, 5, 4), draw(1, 5, 4, seed=1)
-    out = between_embeds(start, end, C)
-    close(out, torch.cat((start, 0.7 * start + 0.3 * end, end)))
 
 
 def test_what_does_not_fit_is_named():

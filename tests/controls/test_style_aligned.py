@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
-from controls.sharing_cases import close, load, made, plain, precisions, written
+from controls.edits import pipe_of, sample
+from controls.sharing_cases import close, draw, load, made, plain, precisions, written
+from tiny import FAMILIES
 
-from attnctrl import AttentionCall, Rows, Site
+from attnctrl import AttentionCall, Rows, Site, attach
 from attnctrl.attend import attend
-from attnctrl.controls import StyleAligned
+from attnctrl.call import ModuleCall
+from attnctrl.controls import SharedGroupNorm, StyleAligned
 from attnctrl.controls.style_aligned import shared_sites
 from attnctrl.sharing import token_adain
 
@@ -95,6 +98,34 @@ def test_layers_left_out_are_counted_as_the_authors_do():
     assert shared_sites(sites) == sites and shared_sites(sites, 0.01) == sites
     assert len(shared_sites(sites, 0.75)) == 18
     assert shared_sites([*sites, Site(kind="cross")]) == sites
+
+
+def test_group_statistics_are_those_of_row_and_reference_together():
+    x, rows = draw(4, 8, 5, 6), Rows.grid(("uncond", "cond"), 2, 1)
+    norm = torch.nn.GroupNorm(4, 8).double()
+    inner = lambda call: norm(call.inputs["input"])  # noqa: E731
+    out = SharedGroupNorm().module(ModuleCall("norm1", {"input": x}, rows), inner)
+    assert torch.equal(out[[0, 2]], norm(x)[[0, 2]])
+    for row, reference in ((1, 0), (3, 2)):
+        groups, both = x[row].unflatten(0, (4, 2)), torch.stack((x[row], x[reference])).unflatten(1, (4, 2))
+        mean, var = both.mean((0, 2, 3, 4)), both.var((0, 2, 3, 4), unbiased=False)
+        expected = (groups - mean[:, None, None, None]) / (var + norm.eps).sqrt()[:, None, None, None]
+        close(out[row], expected.flatten(0, 1))
+
+
+def test_shared_norms_act_in_a_unet_and_leave_the_reference():
+    prompts = ("a red cat", "a blue dog")
+    plainly, shared = (sample(FAMILIES["sd"], prompts, *c, num_inference_steps=1) for c in ((), (SharedGroupNorm(),)))
+    assert torch.equal(plainly[0], shared[0]) and not torch.allclose(plainly[1], shared[1])
+    never = sample(FAMILIES["sd"], prompts, SharedGroupNorm(steps=(0, 0)), num_inference_steps=1)
+    assert torch.equal(never, plainly)
+    with attach(pipe_of("sd"), control := SharedGroupNorm()) as run:
+        unet = pipe_of("sd").unet
+        norms = [name for name, module in unet.named_modules() if isinstance(module, torch.nn.GroupNorm)]
+        assert sorted(run.modules_of(control)) == sorted(norms)
+        FAMILIES["sd"].run(pipe_of("sd"), prompts=prompts, num_inference_steps=1, text=True)
+    with pytest.raises(ValueError, match="SharedGroupNorm"):
+        attach(pipe_of("flux"), SharedGroupNorm())
 
 
 def test_what_does_not_fit_is_named():

@@ -5,9 +5,9 @@ import torch
 from controls.sharing_cases import close, draw, load, precisions
 
 from attnctrl import Rows, Step
-from attnctrl.call import DenoiseCall, Prediction, StepCall
-from attnctrl.latents import LatentAdaIN, StartAdaIN
-from attnctrl.latents.adain import adain
+from attnctrl.call import DenoiseCall, Level, Levels, Prediction, StepCall
+from attnctrl.latents import ColorCalibration, LatentAdaIN, StartAdaIN
+from attnctrl.latents.adain import adain, calibrated
 
 ROWS = Rows.grid(("cond",), 3, 1)
 
@@ -91,6 +91,33 @@ def test_the_start_has_the_style_s_statistics():
     z_c, z_s = latents[2].flatten(1), latents[1].flatten(1)
     expected = (z_c - z_c.mean(1, True)) / z_c.std(1, keepdim=True) * z_s.std(1, keepdim=True) + z_s.mean(1, True)
     close(seen["step"][0].flatten(1), expected)
+
+
+@pytest.mark.parametrize("predicts", ["noise", "velocity", "x0", "flow"])
+def test_colours_are_the_reference_s_and_the_noise_stays(predicts):
+    alpha, sigma = (0.3, 0.7) if predicts == "flow" else (0.8, 0.6)
+    levels = Levels(Level(120, alpha, sigma), Level(100, 1, 0), predicts)
+    x0, noise = draw(3, 4, 6, 8), draw(3, 4, 6, 8, seed=1)
+
+    def predicted(x0):
+        return {"noise": noise, "velocity": alpha * noise - sigma * x0, "x0": x0, "flow": noise - x0}[predicts]
+
+    call = StepCall(predicted(x0), alpha * x0 + sigma * noise, ROWS, Step(1, 10, timestep=120, levels=levels))
+    seen = []
+    ColorCalibration(reference=1).step(call, lambda call: seen.append(call) or call.sample)
+    expected = calibrated(x0, torch.tensor([1, 1, 1]))
+    close(seen[0].sample, alpha * expected + sigma * noise)
+    close(seen[0].prediction, predicted(expected))
+    close(seen[0].x0(), expected)
+    flat, own = expected.flatten(2), x0.flatten(2)
+    close(flat.mean(2), own[1].mean(1).expand(3, 4))
+    close(flat.std(2), own[1].std(1).expand(3, 4), 1e-7)
+    assert torch.equal(expected[1], x0[1])
+    late = call.replace(step=Step(2, 10, timestep=100, levels=levels))  # the bounds themselves are outside
+    ColorCalibration(reference=1).step(late, lambda call: seen.append(call) or call.sample)
+    assert seen[1] is late
+    with pytest.raises(ValueError, match="prompt 5 of 3"):
+        ColorCalibration(reference=5).step(call, lambda call: call.sample)
 
 
 def test_what_does_not_fit_is_named():
