@@ -12,7 +12,7 @@ import functools
 import math
 from typing import Any
 
-from .call import Level, Levels, Predicts
+from .call import Level, Predicts
 
 __all__ = ["Reading", "levels", "predicts"]
 
@@ -113,17 +113,15 @@ def _of_timesteps(scheduler: Any, now: float, after: float, last: bool) -> tuple
     return level(now), level(after)
 
 
-class Reading(Levels):
-    """The levels of an iteration of `scheduler`, read when asked for; `told` is the timestep, where it is known."""
+class Reading:
+    """`Levels` of an iteration of `scheduler`, read when asked for; `told` is the timestep, where it is known."""
 
     def __init__(self, scheduler: Any, index: int, told: Any) -> None:
-        self.__dict__.update(scheduler=scheduler, index=index, told=told)
+        self.scheduler, self.index, self.told = scheduler, index, told
 
     @functools.cached_property
     def _both(self) -> tuple[Level, Level]:
-        given = self.__dict__
-        told = None if given["told"] is None else float(given["told"])
-        return levels(given["scheduler"], given["index"], told)
+        return levels(self.scheduler, self.index, None if self.told is None else float(self.told))
 
     @property
     def now(self) -> Level:
@@ -135,4 +133,4 @@ class Reading(Levels):
 
     @property
     def predicts(self) -> Predicts:
-        return predicts(self.__dict__["scheduler"])
+        return predicts(self.scheduler)

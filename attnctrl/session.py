@@ -500,7 +500,8 @@ class Session:
             total = getattr(self.pipeline, "_num_timesteps", None)
         if total is None:
             total = 1 if schedule is None else len(schedule) - (begin or 0)
-        skipped, read = 0, self.levels
+        skipped = 0
+        read: Any = self.levels
         if self.total is None and schedule is not None:
             part = hasattr(self.pipeline, "get_timesteps")  # pipelines with a strength; others may stop early instead
             skipped = begin if begin is not None else max(0, len(schedule) - total) if part else 0

@@ -170,9 +170,15 @@ def test_a_module_that_takes_the_place_of_another_is_wrapped_from_the_next_run_o
 def test_modules_are_chosen_by_glob_or_regular_expression():
     names = ["a", "a.0", "a.0.conv", "a.1", "a.1.conv", "a.1.b.conv", "b"]
     for selector, expected in {
-        "a.*": ["a.0", "a.1"], "a.*.conv": ["a.0.conv", "a.1.conv"], "**": names,
-        "a.**.conv": ["a.0.conv", "a.1.conv", "a.1.b.conv"], "b": ["b"], r"a\.[1-9].*": ["a.1", "a.1.conv", "a.1.b.conv"], "a|b": ["a", "b"], "c": [],
-    }.items():  # fmt: skip
+        "a.*": ["a.0", "a.1"],
+        "a.*.conv": ["a.0.conv", "a.1.conv"],
+        "a.**.conv": ["a.0.conv", "a.1.conv", "a.1.b.conv"],
+        "**": names,
+        "b": ["b"],
+        r"a\.[1-9].*": ["a.1", "a.1.conv", "a.1.b.conv"],
+        "a|b": ["a", "b"],
+        "c": [],
+    }.items():
         assert select_modules(names, selector) == expected
     with pytest.raises(ValueError, match="cannot read the module selector 'a\\['"):
         select_modules(names, "a[")
