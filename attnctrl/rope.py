@@ -100,8 +100,10 @@ class Rope:
 
     def concat(self, other: Rope) -> Rope:
         """The Rope of these tokens and then those of `other`, which must turn alike."""
-        same = len(self.omega) == len(other.omega) and all(map(torch.equal, self.omega, other.omega))
-        if self.omega is not other.omega and not (same and self.layout == other.layout):
+        same = self.omega is other.omega or (
+            len(self.omega) == len(other.omega) and all(map(torch.equal, self.omega, other.omega))
+        )
+        if not (same and self.layout == other.layout):
             raise ValueError("tokens whose rotary embeddings have other frequencies or another layout cannot be joined")
         plain = None
         if self.plain is not None or other.plain is not None:
