@@ -44,7 +44,8 @@ def learn_to_read(parts: nn.ModuleDict, data: dict[str, Tensor], steps: int, see
     torch.manual_seed(seed)
     ids = {key: data[key].flatten(0, 1) for key in ("clip", "t5")}
     truth = data["answers"].flatten(0, 1)  # (captions, 2, questions)
-    width = parts["text_encoder"].config.hidden_size
+    encoder: Any = parts["text_encoder"]
+    width = encoder.config.hidden_size
     readers: dict[str, Any] = {"clip": nn.Linear(width, 2 * sum(CHOICES))}
     if "text_encoder_2" in parts:
         readers["t5"] = nn.Linear(width, sum(CHOICES))
