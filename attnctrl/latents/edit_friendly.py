@@ -31,7 +31,7 @@ from .start import StartFrom, check_schedule, per_row, source_rows
 __all__ = ["EditFriendly", "NoiseMaps", "edit_friendly_sample", "noise_maps", "noisy_path"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NoiseMaps:
     """What edit-friendly inversion keeps, from image to noise: `path` x_0 .. x_N, `shifts` of the steps x_{j+1} -> x_j,
     and their `deviations`."""

@@ -55,7 +55,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inversion:
     """What `invert` found.
 

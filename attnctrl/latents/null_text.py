@@ -89,7 +89,7 @@ def null_text(
     return torch.stack(found), torch.stack(path)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NullTexts:
     """What null-text inversion found: an embedding for each step, and the trajectory it was made for."""
 
@@ -163,7 +163,10 @@ def with_text(call: DenoiseCall, rows: Sequence[int], text: Float[Tensor, "1 tok
 
 @dataclass(eq=False)
 class FitNullText:
-    """Fits the texts while the pipeline samples with the source prompt, guided."""
+    """Fits the texts while the pipeline samples with the source prompt, guided.
+
+    The cond row runs along in every evaluation, so that one call serves any family whose guidance is one call.
+    """
 
     trajectory: Trajectory
     guidance: float

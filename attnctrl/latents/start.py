@@ -60,7 +60,7 @@ def check_schedule(name: str, run: Any, total: int, timesteps: Sequence[float]) 
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StartFrom:
     """Every row starts from given latents, whatever the pipeline drew.
 

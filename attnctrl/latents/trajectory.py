@@ -22,7 +22,7 @@ from .start import check_schedule, per_row, source_rows
 __all__ = ["PinSource", "Trajectory"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """The latents of an inversion: entry k is the state after k calls of the network, entry 0 the image's.
 
