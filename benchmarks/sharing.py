@@ -1,6 +1,6 @@
 """What sharing between rows costs in its fused form, against the authors' form with maps.
 
-    python benchmarks/sharing.py --threads 1 --tokens 4096
+    python benchmarks/sharing.py --threads 1 --tokens 4096 --heads 8
 
 Self-attention of a 64x64 layer of Stable Diffusion 1.5: 4096 tokens, 8 heads of 40 channels, inside every window,
 float32.  Compared is the attention operation alone, from q, k, v to its output:
@@ -36,7 +36,7 @@ from attnctrl.controls import (
     StyleSwap,
 )
 
-HEADS, CHANNELS = 8, 40
+CHANNELS = 40
 GUIDED, THREE = Rows.grid(("uncond", "cond"), 2, 1), Rows.grid(("cond",), 3, 1)
 FIRST = [0, 0, 2, 2]  # of each guided row, its reference
 STEP = Step(6, 10)
@@ -120,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=4096, help="a square number")
+    parser.add_argument("--heads", type=int, default=8, help="time and memory of both forms are proportional to it")
     parser.add_argument("--seconds", type=float, default=2.0, help="time to spend on each pair, at least 5 pairs")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -132,7 +133,9 @@ def main() -> None:
     tokens = Tokens((Segment("image", 0, args.tokens, (side, side)),))
     for name, (rows, control, theirs) in cases((side, side)).items():
         g = torch.Generator().manual_seed(0)
-        q, k, v = inputs = tuple(torch.randn(len(rows), HEADS, args.tokens, CHANNELS, generator=g) for _ in range(3))
+        q, k, v = inputs = tuple(
+            torch.randn(len(rows), args.heads, args.tokens, CHANNELS, generator=g) for _ in range(3)
+        )
 
         def ours(q: Tensor, k: Tensor, v: Tensor, control: Any = control, rows: Rows = rows) -> Tensor:
             call = AttentionCall(q, k, v, rows=rows, step=STEP, query_tokens=tokens, key_tokens=tokens)
