@@ -77,7 +77,8 @@ def flatten(prompts: Prompts, *, alone: bool = False) -> tuple[list[str | Encode
     sources: list[int] = []
     for group in groups:
         if len(group) < (1 if alone else 2):
-            raise ValueError(f"an edit needs a source{'' if alone else ' and at least one target'}, got {list(group)!r}")
+            target = "" if alone else " and at least one target"
+            raise ValueError(f"an edit needs a source{target}, got {list(group)!r}")
         sources += [len(flat)] * len(group)
         flat += group
     return flat, sources

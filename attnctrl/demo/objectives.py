@@ -41,8 +41,8 @@ def unet_loss(parts: nn.ModuleDict, batch: Batch, alphas: Tensor) -> Tensor:
 def mmdit_loss(parts: nn.ModuleDict, batch: Batch, teacher: nn.ModuleDict | None, scale: Tensor) -> Tensor:
     """Weighted squared error of n - x at x_t = (1-t) x + t n, t = sigmoid(N(1.2, 1.2)).
 
-    Which object is where is decided above t = 0.8, where two fifths of the levels lie; with N(0.3, 1) a seventh did, and
-    two objects kept swapping their attributes.
+    Which object is where is decided above t = 0.8, where two fifths of the levels lie; with N(0.3, 1), where a seventh
+    did, two objects kept swapping their attributes.
 
     With a `teacher`, the first half of the batch instead learns to give, in one evaluation with the guidance embedding
     of `scale` (b / 2), the teacher's guided prediction u + scale (c - u) (arXiv:2210.03142)."""

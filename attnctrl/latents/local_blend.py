@@ -54,7 +54,7 @@ class _Probe:
 class LocalBlend:
     """Keep the source image outside the edited words.  Give it before the edit: it reads the edited maps.
 
-    prompts    [source, target, ...] as given to the pipeline, or a list of such edits
+    prompts    [source, target, ...] as given to the pipeline, or a list of such edits; an edit may be its source alone
     words      for each prompt, the word or words whose region may change ([] for none)
     subtract   for each prompt, the word or words whose region may not
     threshold  of the normalised maps, for words and subtracted words; below 0 the region is everything
@@ -84,7 +84,7 @@ class LocalBlend:
     _grid: Grid | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._flat, self._source_of = flatten(self.prompts)
+        self._flat, self._source_of = flatten(self.prompts, alone=True)
         for name, given in (("words", self.words), ("subtract", self.subtract)):
             if given is not None and (isinstance(given, str) or len(given) != len(self._flat)):
                 raise ValueError(f"{name} needs one entry per prompt, {len(self._flat)}, got {given!r}")
