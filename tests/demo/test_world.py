@@ -123,3 +123,17 @@ def test_every_word_is_one_token(tokenizer, specials):
     assert len(tokenizer("zebra").input_ids) > 2 + specials
     offsets = tokenizer("a red circle", return_offsets_mapping=True).offset_mapping
     assert (6, 12) in [tuple(pair) for pair in offsets]
+
+
+@pytest.mark.parametrize("texture", ["striped", "dotted"])
+def test_a_texture_counts_wherever_its_stripes_or_dots_lie(texture):
+    """Stripes and dots five pixels apart instead of eight, out of phase: a person sees them, so does the reader."""
+    plain = np.asarray(demo.render(demo.Scene((demo.Object("square", "blue", "plain", "large", "centre", 32, 32, 15),),
+                                              None, "white", "flat"))).copy()  # fmt: skip
+    rows, columns = np.mgrid[:64, :64]
+    dark = (columns + 1) % 5 < 2
+    if texture == "dotted":
+        dark = ((columns + 1) % 6 < 3) & ((rows + 2) % 6 < 3)
+    blue = (plain != 250).any(-1)
+    plain[dark & blue] //= 2
+    assert demo.read(plain).objects[0].texture == texture
