@@ -74,13 +74,12 @@ class Bench:
 
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.pipe = name, demo.load(name)
-        self.steps = steps
         self.defaults = demo.defaults(name) | {"num_inference_steps": steps}
         self.again = AutoPipelineForImage2Image.from_pipe(self.pipe)
         self.again.set_progress_bar_config(disable=True)
 
     def sdedit(self, prompt: str, image: Image.Image, seed: int) -> Image.Image:
-        given = demo.defaults(self.name) | {"num_inference_steps": self.steps}
+        given = dict(self.defaults)
         if self.name == "unet":
             given.pop("height"), given.pop("width")
         return self.again(prompt, image=image, strength=STRENGTH, generator=noise(seed), **given).images[0]
@@ -137,7 +136,7 @@ class Bench:
         values = list(demo.COLOURS) if kind == "colour" else list(demo.SHAPES)
         end = with_object(scene, **{kind: other(rng, values, getattr(scene.objects[0], kind))})
         texts, count = (scene.caption(), end.caption()), 5
-        latents = self.start(seed).repeat(count, *[1] * (self.start(seed).ndim - 1))  # one noise: the prompts differ
+        latents = torch.cat([self.start(seed)] * count)  # one noise: the prompts differ
         given = self.defaults | {"latents": latents}
         ours = InterpolationPipeline(self.pipe, given)(*texts, count).images
         between = TextInterpolation(tuple(i / (count - 1) for i in range(count)))
